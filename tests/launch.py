@@ -1,0 +1,25 @@
+"""Start real gloo ranks for a test: `torchrun(nproc, "module.or.file.py", *args)`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def torchrun(nproc: int, target: str | Path, *args, timeout: float = 240, check: bool = True, env: dict | None = None):
+    """Run `target` (a file, or a module as 'pkg.mod') on `nproc` ranks on this machine; return the CompletedProcess.
+
+    With `check`, a non-zero exit fails the calling test and shows the end of what the ranks printed.
+    """
+    run = [target] if str(target).endswith(".py") else ["-m", target]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *run, *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **(env or {})}
+    done = subprocess.run([str(c) for c in command], cwd=ROOT, env=environment, timeout=timeout,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(map(str, command))}\nexit {done.returncode}\n{done.stdout[-6000:]}")
+    return done
