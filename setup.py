@@ -1,5 +1,6 @@
 """Build megatron-sr. The C++ kernel needs a C++17 compiler and nothing else: neither torch nor Python headers' types."""
 
+import platform
 import re
 from pathlib import Path
 
@@ -8,6 +9,16 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "megatron_sr/version.py").read_text(), re.M)[1]
+KERNELS = "megatron_sr/kernels"
+
+# The instruction set is chosen at run time, so one build serves every x86-64 (and other) machine: only these files may use more than
+# the compiler's default target, and they are entered only where the processor has it.
+INSTRUCTION_SETS = {
+    "cpu_avx2.cpp": ["-mavx2"],
+    "cpu_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
+}
+if platform.machine() not in ("x86_64", "AMD64"):
+    INSTRUCTION_SETS = {}
 
 
 class BuildSharedLibrary(build_ext):
@@ -18,6 +29,21 @@ class BuildSharedLibrary(build_ext):
 
     def get_ext_filename(self, fullname):
         return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext):
+        objects = []
+        for source in ext.sources:
+            args = ext.extra_compile_args + INSTRUCTION_SETS.get(Path(source).name, [])
+            objects += self.compiler.compile(
+                [source], output_dir=self.build_temp, extra_postargs=args, depends=ext.depends
+            )
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(ext.name),
+            extra_postargs=ext.extra_link_args,
+            build_temp=self.build_temp,
+            target_lang="c++",
+        )
 
 
 setup(
@@ -30,13 +56,20 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_sr", "megatron_sr.*"]),
-    package_data={"megatron_sr.kernels": ["*.cpp"], "megatron_sr.study": ["*.html"]},
+    package_data={"megatron_sr.kernels": ["*.cpp", "*.h"], "megatron_sr.study": ["*.html"]},
     ext_modules=[
         Extension(
             "megatron_sr.kernels._cpu",
-            sources=["megatron_sr/kernels/cpu.cpp"],
-            # No -march: the instruction set is chosen at run time, so one build serves every x86-64 (and other) machine.
-            extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fno-exceptions", "-fvisibility=hidden", "-ffp-contract=off"],
+            sources=sorted(str(path.relative_to(HERE)) for path in (HERE / KERNELS).glob("*.cpp")),
+            depends=sorted(str(path.relative_to(HERE)) for path in (HERE / KERNELS).glob("*.h")),
+            extra_compile_args=[
+                "-O3",
+                "-std=c++17",
+                "-fopenmp",
+                "-fno-exceptions",
+                "-fvisibility=hidden",
+                "-ffp-contract=off",
+            ],
             extra_link_args=["-fopenmp"],
             language="c++",
         )
