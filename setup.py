@@ -1,4 +1,4 @@
-"""Build megatron-sr. The C++ kernel needs a C++17 compiler and nothing else: neither torch nor Python headers' types."""
+"""Build megatron-sr. The C++ kernel needs a C++17 compiler and nothing else: neither torch nor Python.h."""
 
 import platform
 import re
@@ -11,8 +11,8 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "megatron_sr/version.py").read_text(), re.M)[1]
 KERNELS = "megatron_sr/kernels"
 
-# The instruction set is chosen at run time, so one build serves every x86-64 (and other) machine: only these files may use more than
-# the compiler's default target, and they are entered only where the processor has it.
+# The instruction set is chosen at run time, so one build serves every x86-64 (and other) machine: only these files
+# may use more than the compiler's default target, and they are entered only where the processor has it.
 INSTRUCTION_SETS = {
     "cpu_avx2.cpp": ["-mavx2"],
     "cpu_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
@@ -49,7 +49,7 @@ class BuildSharedLibrary(build_ext):
 setup(
     name="megatron-sr",
     version=VERSION,
-    description="Stochastic rounding of model parameters for BF16 RL post-training on Megatron-Core, with bit-exact rollouts",
+    description="Stochastic rounding of model parameters for BF16 RL post-training on Megatron-Core",
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

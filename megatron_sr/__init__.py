@@ -31,7 +31,10 @@ __all__ = [
 
 
 def apply_param_rounding(optimizer, model, config: ParamRounding):
-    """Make a Megatron-Core optimizer round its main params as `config` says: see `megatron_sr.megatron.optimizer.apply_param_rounding`."""
+    """Make a Megatron-Core optimizer round its main params as `config` says.
+
+    See `megatron_sr.megatron.optimizer.apply_param_rounding`; Megatron-Core is imported here, not with this package.
+    """
     from megatron_sr.megatron.optimizer import apply_param_rounding as apply
 
     return apply(optimizer, model, config)

@@ -8,15 +8,17 @@
     e8m7..e8m10 8         7..10     127                    16           every FP32 value
     mxfp8       e4m3 elements with one power-of-two scale (E8M0) per block of 32: see `megatron_sr.mxfp8`
 
-`e8m7` has the numbers of `bf16`. The `e8mM` formats are the paper's simulated ones: BF16's exponent with M mantissa bits, stored in
-BF16 (M <= 7) or FP32 buffers. `e4m3` is OCP FP8 E4M3 ("fn": no infinity, one NaN per sign).
+`e8m7` has the numbers of `bf16`. The `e8mM` formats are the paper's simulated ones: BF16's exponent with M mantissa
+bits, stored in BF16 (M <= 7) or FP32 buffers. `e4m3` is OCP FP8 E4M3 ("fn": no infinity, one NaN per sign).
 
-**Codes.** A finite magnitude of a format is the integer `code = biased exponent << mantissa_bits | mantissa`; codes are ordered as the
-magnitudes are, so "the next larger number" is `code + 1`. Every kernel rounds by computing the code below and adding 0 or 1.
+**Codes.** A finite magnitude of a format is the integer `code = biased exponent << mantissa_bits | mantissa`; codes
+are ordered as the magnitudes are, so "the next larger number" is `code + 1`. Every kernel rounds by computing the
+code below and adding 0 or 1.
 
-**Why 16 or 32 random bits.** A value `sig * 2**E` (24-bit `sig`) on a grid of spacing `2**(E + d)` discards `d` bits. With `random_bits >= d`
-the probability to round up is the discarded fraction exactly. BF16 always discards 16. FP16 and E4M3 discard more the deeper a value lies
-among their subnormals; once `d > 32` the fraction is cut to 32 bits, so P(round up) falls short of it by less than 2**-32.
+**Why 16 or 32 random bits.** A value `sig * 2**E` (24-bit `sig`) on a grid of spacing `2**(E + d)` discards `d` bits.
+With `random_bits >= d` the probability to round up is the discarded fraction exactly. BF16 always discards 16. FP16
+and E4M3 discard more the deeper a value lies among their subnormals; once `d > 32` the fraction is cut to 32 bits, so
+P(round up) falls short of it by less than 2**-32.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Format:
 
     @property
     def infinity_code(self) -> int:
-        """Code that +-Inf becomes, and the one that nearest rounding overflows to. `max_code` where there is no infinity."""
+        """Code of +-Inf and of what overflows in nearest rounding; `max_code` where there is no infinity."""
         return self.max_code + 1 if self.infinity else self.max_code
 
     @property

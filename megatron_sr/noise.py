@@ -2,7 +2,8 @@
 
 Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    key      (k0, k1)  first 8 bytes of BLAKE2b(tensor key, keyed with seed and stream, 8 little-endian bytes each); low word first
+    key      (k0, k1)  first 8 bytes of BLAKE2b(tensor key, keyed with seed and stream, 8 little-endian bytes each);
+             low word first
     counter  (block low, block high, step low, step high)
     output   four 32-bit words w0 w1 w2 w3
 
@@ -14,7 +15,8 @@ Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: 
 
     32 bits per element:  element g uses block g >> 2, word g & 3
 
-`g` is the element's row-major index in the whole, unsharded tensor. This module is the specification; the kernels compute the same bits.
+`g` is the element's row-major index in the whole, unsharded tensor. This module is the specification; the kernels
+compute the same bits.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
 `round_segments_`  many tensors or pieces of tensors, once.
 `RoundingPlan`     the same pieces at every optimizer step: the table is built once, only the step changes.
 
-With noise, rounding is stochastic: up with a probability equal to the discarded fraction, decided by (seed, stream, step, tensor key,
-element index in the whole tensor) alone. Without, it is to the nearest, ties to even, as `src.to(dtype)`. kernels/reference.py says what
-happens to NaN, infinities and overflow; formats.py for which values the probability is exact.
+With noise, rounding is stochastic: up with a probability equal to the discarded fraction, decided by (seed, stream,
+step, tensor key, element index in the whole tensor) alone. Without, it is to the nearest, ties to even, as
+`src.to(dtype)`. kernels/reference.py says what happens to NaN, infinities and overflow; formats.py for which values
+the probability is exact.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def round_to_(
 ) -> torch.Tensor:
     """Round `src` to `format` into `dst`, in place. Returns `dst`.
 
-    dst      contiguous, in a storage dtype of the format, of src's shape and device. FP32 `dst` (simulated formats) may be `src` itself.
+    dst      contiguous, in a storage dtype of the format, of src's shape and device. FP32 `dst` (simulated formats)
+             may be `src` itself.
     src      FP32, any shape; if it is not contiguous, a contiguous copy is made first.
     noise    None rounds to nearest, ties to even.
     start    global index of the first element in its whole tensor; the elements are consecutive, row-major.
@@ -64,13 +66,14 @@ def round_segments_(
 ) -> None:
     """Round affine pieces of many logical tensors in one launch.
 
-    Either `dst` and `src` are one tensor each, for example a param buffer and the main shard, and `noises_and_segments` lists any number
-    of (noise, segments), one for each logical tensor that lies in it; or they are equally long lists of tensors with one
-    (noise, segments) for each. A segment's `local_start` counts elements of the flat `dst` and of the flat `src` alike; elements that no
-    segment names are left as they are; no two segments may write the same element.
+    Either `dst` and `src` are one tensor each, for example a param buffer and the main shard, and
+    `noises_and_segments` lists any number of (noise, segments), one for each logical tensor that lies in it; or they
+    are equally long lists of tensors with one (noise, segments) for each. A segment's `local_start` counts elements
+    of the flat `dst` and of the flat `src` alike; elements that no segment names are left as they are; no two
+    segments may write the same element.
 
-    dst, src contiguous, otherwise as in `round_to_`; dst and src of a pair may differ in shape. All on one device. The noises are all
-    None (nearest) or all `Noise`. Raises as `round_to_` does, naming the list position.
+    dst, src contiguous, otherwise as in `round_to_`; dst and src of a pair may differ in shape. All on one device.
+    The noises are all None (nearest) or all `Noise`. Raises as `round_to_` does, naming the list position.
     """
     format = formats.get(format)
     noises_and_segments = list(noises_and_segments)
@@ -99,9 +102,9 @@ class RoundingPlan:
     keys_and_segments  one (tensor key, [Segment, ...]) for each pair.
     seed, stream       of the noise; see `Noise`.
 
-    The segments and the Philox keys are prepared here, once. The cpu backend needs no temporary memory. Tensors are held by reference:
-    a tensor whose storage moves (`.data = ...`) is followed.
-    Raises TypeError or ValueError as `round_segments_` does.
+    The segments and the Philox keys are prepared here, once. The cpu backend needs no temporary memory. Tensors are
+    held by reference: a tensor whose storage moves (`.data = ...`) is followed. Raises TypeError or ValueError as
+    `round_segments_` does.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def best_level() -> str:
 
 
 def chosen_level() -> int:
-    """Index into LEVELS: the best, or the one that the environment variable MEGATRON_SR_CPU_LEVEL names (for tests and benchmarks)."""
+    """Index into LEVELS: the best, or what the environment variable MEGATRON_SR_CPU_LEVEL names (for tests)."""
     name = os.environ.get("MEGATRON_SR_CPU_LEVEL", best_level())
     if name not in LEVELS or LEVELS.index(name) > library.msr_best_level():
         raise ValueError(

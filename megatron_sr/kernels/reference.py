@@ -1,6 +1,7 @@
-"""The specification of rounding, in plain torch, for every format, mode and device. The other kernels equal it bit for bit.
+"""The specification of rounding, in plain torch, for every format and device. The other kernels equal it bit for bit.
 
-A finite FP32 magnitude is sig * 2**E with a 24-bit integer sig. The format's grid around it has the spacing 2**(E + d); d bits are discarded:
+A finite FP32 magnitude is sig * 2**E with a 24-bit integer sig. The format's grid around it has the spacing
+2**(E + d), d bits are discarded:
 
     code      = (field - min_field) << mantissa_bits  +  (sig >> d)        the grid point below, see formats.py
     fraction  = the discarded bits as a binary fraction, cut to 32 bits    (nothing is cut while d <= 32)
@@ -8,7 +9,8 @@ A finite FP32 magnitude is sig * 2**E with a 24-bit integer sig. The format's gr
     nearest:    code + 1  if  fraction > 1/2, or fraction = 1/2 and code is odd
 
 Then:
-    overflow    stochastic saturates at the largest finite number; nearest gives Inf, as torch does (E4M3: the largest finite number)
+    overflow    stochastic saturates at the largest finite number; nearest gives Inf, as torch does (E4M3: the largest
+                finite number)
     +-Inf       unchanged (E4M3, which has none: the largest finite number, as torch's cast)
     NaN         stays NaN: sign kept, payload truncated, quiet bit set, in both modes
     sign        always kept: -0.0 stays -0.0, and negative values round to -0.0 at the smallest
@@ -29,7 +31,8 @@ def round_codes(src: torch.Tensor, format: Format, random: torch.Tensor | None) 
     """Round FP32 values to codes of a format.
 
     src     FP32 tensor.
-    random  int64 tensor of the same shape with draws of `format.random_bits` bits; None rounds to nearest, ties to even.
+    random  int64 tensor of the same shape with draws of `format.random_bits` bits; None rounds to nearest, ties to
+            even.
     returns (negative, code): int64 tensors, the sign bit and the magnitude's code.
     """
     m = format.mantissa_bits

@@ -17,10 +17,11 @@ DST, SRC, LENGTH, GLOBAL_START, STRIDE, RUN, KEY, STEP = range(8)
 class PieceTable:
     """Pairs of tensors and, for each affine piece of them, its coordinates and its Philox key.
 
-    dst, src  equally long lists of contiguous tensors; src FP32, dst in a storage dtype of the format, all on one device.
+    dst, src  equally long lists of contiguous tensors; src FP32, dst in a storage dtype of the format, all on one
+    device.
     format    the destination's Format.
-    rows      [pieces, 8] uint64 array. Columns DST and SRC hold byte addresses (`refresh`), the others the piece's `Segment`, its
-              key (k1 << 32 | k0) and its step.
+    rows      [pieces, 8] uint64 array. Columns DST and SRC hold byte addresses (`refresh`), the others the piece's
+              `Segment`, its key (k1 << 32 | k0) and its step.
     tensor    [pieces] int64: which tensor pair a piece belongs to.
     offset    [pieces] int64: its first element there.
     stochastic  whether to draw, or round to nearest.
@@ -62,7 +63,8 @@ class PieceTable:
             if _signature(t) != old:
                 name = f"dst[{i}]" if i < len(self.dst) else f"src[{i - len(self.dst)}]"
                 raise RuntimeError(
-                    f"{name} has changed since the plan was made: (shape, dtype, device, contiguous) was {old}, is {_signature(t)}; make a new plan"
+                    f"{name} has changed since the plan was made: (shape, dtype, device, contiguous) "
+                    f"was {old}, is {_signature(t)}; make a new plan"
                 )
         self._addresses = addresses
         base = np.array(addresses, dtype=np.uint64).reshape(2, -1)
