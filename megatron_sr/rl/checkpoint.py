@@ -1,0 +1,65 @@
+"""Save and load the job: Megatron distributed checkpoints of model and optimizer, which load into any layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+LATEST = "latest_checkpointed_iteration.txt"  # Megatron's own name for it
+STATE = "loop_state.json"
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def _directory(root: Path, iteration: int) -> Path:
+    return root / f"iter_{iteration:07d}"
+
+
+def _sharded_state_dict(policy, is_loading: bool) -> dict:
+    state = {"model": policy.gpt.sharded_state_dict()}
+    state["optimizer"] = policy.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=SHARDING)
+    return state
+
+
+def save(root: Path, policy, loop_state: dict) -> Path:
+    """Save after `loop_state["iteration"]` iterations; collective. The tracker file moves last, so a kill leaves the old one."""
+    from megatron.core import dist_checkpointing
+
+    iteration = loop_state["iteration"]
+    directory, partial = _directory(root, iteration), root / f"partial_{iteration:07d}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state_dict(policy, is_loading=False), str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (partial / STATE).write_text(json.dumps(loop_state, indent=1))
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+        pointer = root / f".{LATEST}"
+        pointer.write_text(str(iteration))
+        pointer.rename(root / LATEST)
+    dist.barrier()
+    return directory
+
+
+def read_loop_state(root: Path) -> dict:
+    """The loop's state in the newest checkpoint. Raises FileNotFoundError with the way out when there is none."""
+    if not (root / LATEST).is_file():
+        raise FileNotFoundError(
+            f"--load {root}: no checkpoint there ({LATEST} is missing); give the folder that --save wrote to"
+        )
+    return json.loads((_directory(root, int((root / LATEST).read_text())) / STATE).read_text())
+
+
+def load(root: Path, policy) -> None:
+    """Load the newest checkpoint into `policy`; collective."""
+    from megatron.core import dist_checkpointing
+
+    directory = _directory(root, int((root / LATEST).read_text()))
+    state = dist_checkpointing.load(_sharded_state_dict(policy, is_loading=True), str(directory))
+    policy.gpt.load_state_dict(state["model"])
+    policy.optimizer.load_state_dict(state["optimizer"])

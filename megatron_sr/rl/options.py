@@ -1,0 +1,116 @@
+"""The command line of the post-training job, named as Megatron names its flags, and its checks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_sr.config import add_flags, from_flags
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m megatron_sr.rl.train`."""
+    p = argparse.ArgumentParser(
+        prog="megatron_sr.rl.train", description="RL post-training (Dr. GRPO) on Megatron-Core with vLLM rollouts."
+    )
+    p.add_argument(
+        "--model", type=Path, required=True, help="folder of a Hugging Face checkpoint (Qwen2, Qwen3 or Qwen3-MoE)"
+    )
+    p.add_argument("--task", default="addition", help="addition | jsonl:PATH")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--iterations", type=int, default=40)
+    p.add_argument("--metrics", type=Path, default=None, help="JSONL file that gets a line an iteration")
+    p.add_argument("--quiet", action="store_true", help="no progress lines")
+    add_flags(p)
+
+    g = p.add_argument_group("optimizer")
+    g.add_argument("--lr", type=float, default=1e-6)
+    g.add_argument("--clip-grad", type=float, default=1.0)
+    g.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+
+    g = p.add_argument_group("layout")
+    g.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    g.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    g.add_argument("--expert-model-parallel-size", type=int, default=1)
+
+    g = p.add_argument_group("rollouts and updates")
+    g.add_argument("--prompts", type=int, default=64, help="prompts an iteration")
+    g.add_argument("--completions", type=int, default=8, help="completions a prompt")
+    g.add_argument("--mini-batches", type=int, default=4, help="optimizer steps an iteration")
+    g.add_argument("--micro-batch-size", type=int, default=64, help="sequences in one forward pass of a rank")
+    g.add_argument("--max-prompt-tokens", type=int, default=16)
+    g.add_argument("--max-completion-tokens", type=int, default=4)
+    g.add_argument("--temperature", type=float, default=1.0)
+    g.add_argument("--clip-low", type=float, default=0.2)
+    g.add_argument("--clip-high", type=float, default=0.28)
+    g.add_argument("--dual-clip", type=float, default=3.0)
+
+    g = p.add_argument_group("evaluation")
+    g.add_argument("--eval-prompts", type=int, default=512, help="examples of the exact expected reward")
+    g.add_argument(
+        "--main-params-interval", type=int, default=5, help="score the FP32 main params every N iterations; 0: never"
+    )
+
+    g = p.add_argument_group("checkpoints")
+    g.add_argument("--save", type=Path, default=None)
+    g.add_argument("--save-interval", type=int, default=0, help="iterations between checkpoints; 0: only at the end")
+    g.add_argument("--load", type=Path, default=None)
+    return p
+
+
+def check(args: argparse.Namespace, world_size: int) -> None:
+    """Raise ValueError or FileNotFoundError, naming flag, value and way out, for what cannot work.
+
+    Runs before any process group or engine is built, so that every rank stops at once.
+    """
+    from megatron_sr.megatron.model import Layout
+
+    rounding = from_flags(args)
+    if not args.bf16:
+        raise ValueError(
+            f"--no-bf16 with --param-rounding {rounding.mode}: this job trains BF16 model params; drop --no-bf16"
+        )
+    for name in (
+        "iterations",
+        "prompts",
+        "completions",
+        "mini_batches",
+        "micro_batch_size",
+        "max_prompt_tokens",
+        "max_completion_tokens",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "eval_prompts",
+    ):
+        _at_least(args, name, 1)
+    for name in ("seed", "save_interval", "main_params_interval"):
+        _at_least(args, name, 0)
+    if args.completions < 2:
+        raise ValueError(f"--completions {args.completions}: the advantage needs at least 2 completions a prompt")
+    if not (args.model / "config.json").is_file():
+        raise FileNotFoundError(
+            f"--model {args.model}: no config.json there; give the folder of a Hugging Face checkpoint, or make the demo's base with "
+            f"examples/rlvr_arithmetic/make_base.py --out {args.model}"
+        )
+    layout = Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+    data_parallel = layout.data(world_size)
+    share = args.mini_batches * data_parallel
+    if args.prompts % share:
+        raise ValueError(
+            f"--prompts {args.prompts} cannot be shared by --mini-batches {args.mini_batches} x {data_parallel} data-parallel ranks; "
+            f"choose a multiple of {share}"
+        )
+    sequences = args.prompts // share * args.completions
+    args.micro_batch_size = min(args.micro_batch_size, sequences)
+    if sequences % args.micro_batch_size:
+        raise ValueError(
+            f"--micro-batch-size {args.micro_batch_size} does not divide the {sequences} sequences of a rank's mini-batch; choose a divisor"
+        )
+    if args.save_interval and not args.save:
+        raise ValueError(f"--save-interval {args.save_interval} needs --save FOLDER")
+
+
+def _at_least(args: argparse.Namespace, name: str, low: int) -> None:
+    if getattr(args, name) < low:
+        raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {low}")

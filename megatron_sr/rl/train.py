@@ -1,0 +1,117 @@
+"""The RL post-training job.
+
+    torchrun --standalone --nproc-per-node 2 -m megatron_sr.rl.train --model BASE --param-rounding stochastic
+
+Megatron-Core trains, one vLLM engine in each rank's process generates. `--help` lists the flags.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from megatron_sr.rl import options
+
+BAD_INPUT = (ValueError, FileNotFoundError, ImportError)
+
+
+def build(args):
+    """Process groups, policy, rounding and engine of this rank, as a `PostTraining`. Raises BAD_INPUT for what cannot work."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    options.check(args, world_size)
+
+    from transformers import AutoConfig, AutoTokenizer
+
+    from megatron_sr.config import from_flags
+    from megatron_sr.rl.tasks import task_from_spec
+
+    hf_config = AutoConfig.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    task = task_from_spec(args.task, tokenizer)
+    task.drop_long_prompts(args.max_prompt_tokens, announce=rank == 0)
+
+    from megatron_sr.megatron import host
+
+    host.install()
+    import torch
+    import torch.distributed as dist
+
+    from megatron_sr.megatron.model import Layout, initialize_model_parallel
+    from megatron_sr.megatron.optimizer import apply_param_rounding
+    from megatron_sr.rl.base import load_base
+    from megatron_sr.rl.loop import PostTraining
+    from megatron_sr.rl.policy import Policy
+    from megatron_sr.rollout.vllm import VLLMEngine
+
+    base = load_base(args.model)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    layout = Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+    initialize_model_parallel(layout, args.seed)
+    torch.manual_seed(args.seed)
+    policy = Policy(hf_config, base, layout, lr=args.lr, clip_grad=args.clip_grad)
+    rounding = apply_param_rounding(policy.optimizer, policy.ddp, from_flags(args))
+    # The engine comes after Megatron: it joins the default process group instead of making one (facts of vLLM 0.32).
+    engine = VLLMEngine(
+        args.model,
+        dtype="bfloat16",
+        max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
+        max_num_seqs=min(512, args.prompts * args.completions),
+        max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_completion_tokens),
+        seed=0,
+    )
+    return PostTraining(args, policy, rounding, engine, task, tokenizer, base)
+
+
+def close(job) -> None:
+    """Orderly end: vLLM's shutdown destroys torch's default process group, so Megatron's groups go first."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    job.engine.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Exit codes: 0 done, 2 bad input, 1 any other failure (with its traceback)."""
+    args = options.parser().parse_args()
+    try:
+        job = build(args)
+    except BAD_INPUT as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-sr: error: {error}", file=sys.stderr, flush=True)
+        _end(2)
+    except Exception:
+        _fail()
+    try:
+        job.run()
+        close(job)
+    except BAD_INPUT as error:
+        print(f"megatron-sr: error: {error}", file=sys.stderr, flush=True)
+        _end(2)
+    except Exception:
+        _fail()
+
+
+def _fail() -> None:
+    print(
+        f"megatron-sr: rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}",
+        file=sys.stderr,
+        flush=True,
+    )
+    _end(1)
+
+
+def _end(code: int) -> None:
+    """Leave without waiting for threads of gloo or vLLM, so that torchrun ends the other ranks at once."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":  # dist_checkpointing and vLLM start helper processes that import this module
+    main()
