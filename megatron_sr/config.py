@@ -57,10 +57,19 @@ def _in_range(flag: str, value, low: int, high: int) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the `--param-rounding*` flags, as every command of this project and Megatron's parser take them."""
     group = parser.add_argument_group("parameter rounding")
-    group.add_argument("--param-rounding", default="nearest", metavar="{nearest,stochastic}",
-                       help="how FP32 main params become BF16 model params after each optimizer step (default: nearest)")
-    group.add_argument("--param-rounding-seed", type=int, default=None, metavar="N",
-                       help="seed of the rounding noise, 0 to 2**64-1 (default: the value of --seed)")
+    group.add_argument(
+        "--param-rounding",
+        default="nearest",
+        metavar="{nearest,stochastic}",
+        help="how FP32 main params become BF16 model params after each optimizer step (default: nearest)",
+    )
+    group.add_argument(
+        "--param-rounding-seed",
+        type=int,
+        default=None,
+        metavar="N",
+        help="seed of the rounding noise, 0 to 2**64-1 (default: the value of --seed)",
+    )
 
 
 def from_flags(args: argparse.Namespace) -> ParamRounding:

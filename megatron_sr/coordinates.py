@@ -63,8 +63,10 @@ def check_cover(segments: Sequence[Segment], numel: int, name: str) -> None:
     at = 0
     for s in sorted(segments):
         if s.local_start != at or s.length < 1:
-            raise ValueError(f"{name}: local elements {min(at, s.local_start)}..{max(at, s.local_start)} are "
-                             f"{'not covered' if s.local_start > at else 'covered twice'} by its segments")
+            raise ValueError(
+                f"{name}: local elements {min(at, s.local_start)}..{max(at, s.local_start)} are "
+                f"{'not covered' if s.local_start > at else 'covered twice'} by its segments"
+            )
         at += s.length
     if at != numel:
         raise ValueError(f"{name}: segments cover {at} of {numel} local elements")
