@@ -9,7 +9,7 @@
 Importing this package imports torch, but neither Megatron-Core nor vLLM.
 """
 
-from megatron_sr import formats
+from megatron_sr import formats, mxfp8
 from megatron_sr.config import ParamRounding
 from megatron_sr.coordinates import Segment
 from megatron_sr.noise import Noise, random_bits
@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "apply_param_rounding",
     "formats",
+    "mxfp8",
     "random_bits",
     "round_segments_",
     "round_to_",
