@@ -74,5 +74,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def from_flags(args: argparse.Namespace) -> ParamRounding:
     """ParamRounding from parsed flags. Raises ValueError as ParamRounding does."""
-    seed = args.param_rounding_seed if args.param_rounding_seed is not None else args.seed
+    seed = args.param_rounding_seed
+    if seed is None:
+        seed = args.seed
+        _in_range("--seed", seed, 0, SEED_MAX)  # named as what the user gave
     return ParamRounding(mode=args.param_rounding, seed=seed)

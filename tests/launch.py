@@ -17,9 +17,22 @@ def torchrun(nproc: int, target: str | Path, *args, timeout: float = 240, check:
     """
     run = [target] if str(target).endswith(".py") else ["-m", target]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *run, *args]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **(env or {})}
-    done = subprocess.run([str(c) for c in command], cwd=ROOT, env=environment, timeout=timeout,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        **(env or {}),
+    }
+    done = subprocess.run(
+        [str(c) for c in command],
+        cwd=ROOT,
+        env=environment,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if check and done.returncode:
         raise AssertionError(f"{' '.join(map(str, command))}\nexit {done.returncode}\n{done.stdout[-6000:]}")
     return done

@@ -64,6 +64,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     Runs before any process group or engine is built, so that every rank stops at once.
     """
     from megatron_sr.megatron.model import Layout
+    from megatron_sr.rl.checkpoint import read_loop_state
 
     rounding = from_flags(args)
     if not args.bf16:
@@ -109,6 +110,8 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         )
     if args.save_interval and not args.save:
         raise ValueError(f"--save-interval {args.save_interval} needs --save FOLDER")
+    if args.load:
+        read_loop_state(args.load)
 
 
 def _at_least(args: argparse.Namespace, name: str, low: int) -> None:

@@ -1,0 +1,53 @@
+"""Bad input to the post-training job: a message with the flag, the value and the way out."""
+
+import pytest
+
+from megatron_sr.rl import options
+from tests.launch import ROOT
+
+BASE = str(ROOT / "examples" / "rlvr_arithmetic" / "base")
+
+
+def checked(*flags, world_size=2, model=BASE):
+    args = options.parser().parse_args(["--model", model, *map(str, flags)])
+    options.check(args, world_size)
+    return args
+
+
+def test_defaults_pass():
+    args = checked("--param-rounding", "stochastic")
+    assert (args.prompts, args.completions, args.lr) == (64, 8, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--param-rounding", "random"], "--param-rounding='random' is not known; choose one of: nearest, stochastic"),
+        (["--param-rounding-seed", -1], "--param-rounding-seed=-1 is out of range; choose a whole number from 0"),
+        (["--param-rounding-seed", 2**64], f"--param-rounding-seed={2**64} is out of range"),
+        (["--param-rounding", "stochastic", "--no-bf16"], "--no-bf16 with --param-rounding stochastic.*drop --no-bf16"),
+        (
+            ["--tensor-model-parallel-size", 4],
+            "--tensor-model-parallel-size 4 .* needs a multiple of 4 ranks, but there are 2",
+        ),
+        (["--expert-model-parallel-size", 4], "--expert-model-parallel-size 4 does not divide the 2 ranks"),
+        (
+            ["--prompts", 12],
+            "--prompts 12 cannot be shared by --mini-batches 4 x 2 data-parallel ranks; choose a multiple of 8",
+        ),
+        (["--micro-batch-size", 48], "--micro-batch-size 48 does not divide the 64 sequences"),
+        (["--completions", 1], "--completions 1: the advantage needs at least 2"),
+        (["--iterations", 0], "--iterations 0 must be at least 1"),
+        (["--seed", -3], "--seed -3 must be at least 0"),
+        (["--save-interval", 2], "--save-interval 2 needs --save FOLDER"),
+        (["--load", "no/such/folder"], "--load no/such/folder: no checkpoint there"),
+    ],
+)
+def test_bad_flags(flags, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        checked(*flags)
+
+
+def test_missing_base():
+    with pytest.raises(FileNotFoundError, match="--model no/base: no config.json there; .*make_base.py --out no/base"):
+        checked(model="no/base")
