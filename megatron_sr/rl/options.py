@@ -85,7 +85,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         "eval_prompts",
     ):
         _at_least(args, name, 1)
-    for name in ("seed", "save_interval", "main_params_interval"):
+    for name in ("save_interval", "main_params_interval"):
         _at_least(args, name, 0)
     if args.completions < 2:
         raise ValueError(f"--completions {args.completions}: the advantage needs at least 2 completions a prompt")

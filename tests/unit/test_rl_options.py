@@ -38,7 +38,7 @@ def test_defaults_pass():
         (["--micro-batch-size", 48], "--micro-batch-size 48 does not divide the 64 sequences"),
         (["--completions", 1], "--completions 1: the advantage needs at least 2"),
         (["--iterations", 0], "--iterations 0 must be at least 1"),
-        (["--seed", -3], "--seed -3 must be at least 0"),
+        (["--seed", -3], "--seed=-3 is out of range; choose a whole number from 0"),
         (["--save-interval", 2], "--save-interval 2 needs --save FOLDER"),
         (["--load", "no/such/folder"], "--load no/such/folder: no checkpoint there"),
     ],
