@@ -1,0 +1,40 @@
+"""Run an unmodified Megatron-LM script with the `--param-rounding` flags: `python -m megatron_sr run SCRIPT ...`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_sr.megatron import host
+
+
+def run_script(script: str | Path, argv: list[str]) -> None:
+    """Run `script` as `python script *argv` would, with the plugin and, without CUDA, the CPU host installed.
+
+    Call it in every rank (under torchrun). When the script has ended well, the ranks wait for each other and leave their
+    process groups: gloo aborts ranks that exit with live ones. Raises FileNotFoundError, and whatever the script raises.
+    """
+    script = Path(script)
+    if not script.is_file():
+        raise FileNotFoundError(f"script {script} does not exist; give the path of a Megatron-LM pretrain script")
+    host.install()
+    host.install_training()
+    import megatron_sr.megatron.plugin  # noqa: F401
+
+    sys.argv = [str(script), *argv]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as stop:  # Megatron ends with sys.exit() at --exit-interval
+        if stop.code not in (None, 0):
+            raise
+    _leave_process_groups()
+
+
+def _leave_process_groups() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

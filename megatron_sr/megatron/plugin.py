@@ -1,0 +1,46 @@
+"""One line in a Megatron-LM script adds `--param-rounding`:
+
+    import megatron_sr.megatron.plugin
+
+Importing wraps Megatron's argument parser and the `get_megatron_optimizer` of its training loop; nothing else changes, and with
+`--param-rounding nearest` (the default) the optimizer is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from megatron_sr.megatron import arguments
+from megatron_sr.megatron.optimizer import Controller, apply_param_rounding
+from megatron_sr.version import __version__
+
+
+def _install() -> None:
+    from megatron.training import training
+
+    arguments.install()
+    training.get_megatron_optimizer = _with_param_rounding(training.get_megatron_optimizer)
+
+
+def _with_param_rounding(original):
+    @functools.wraps(original)
+    def get_megatron_optimizer(config, model_chunks, *more, **named):
+        from megatron.training import get_args
+        from megatron.training.utils import print_rank_0
+
+        optimizer = original(config, model_chunks, *more, **named)
+        controller = apply_param_rounding(optimizer, model_chunks, arguments.param_rounding(get_args()))
+        print_rank_0(_announce(controller))
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def _announce(controller: Controller) -> str:
+    c = controller.config
+    if c.mode == "nearest":
+        return f"megatron-sr {__version__}: --param-rounding nearest (Megatron's own cast)"
+    return f"megatron-sr {__version__}: --param-rounding {c.mode}, seed {c.seed}, format {c.format}, noise {c.noise}"
+
+
+_install()
