@@ -1,0 +1,51 @@
+"""What an engine was last sent, and whether its live weights are still that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sr.rollout.digest import tensor_digest
+from megatron_sr.rollout.manifest import Manifest, TensorRecord
+from megatron_sr.rollout.packing import values_only
+
+
+@dataclass(frozen=True)
+class Held:
+    """manifest: digests of the bits sent. values: for tensors of which only values can be read back, the digest of those.
+
+    indistinct: how many of the elements sent in such tensors are -0.0 or subnormal.
+    """
+
+    manifest: Manifest
+    values: dict[str, str]
+    indistinct: int
+
+    @classmethod
+    def of(cls, sent: Mapping[str, torch.Tensor], version: int, by_value: Collection[str]) -> Held:
+        """sent: all tensors by Hugging Face name; by_value: names of which only values can be read back."""
+        manifest = Manifest.of(sent.items(), version)
+        values, indistinct = {}, 0
+        for name in by_value:
+            tensor, count = values_only(sent[name])
+            values[name] = tensor_digest(tensor) if count else manifest.tensors[name].digest
+            indistinct += count
+        return cls(manifest, values, indistinct)
+
+    def mismatched(self, views: Iterable) -> list[str]:
+        """Names, sorted, of the tensors that a live view (`vllm_readback.LiveView`) shows to be other than those sent."""
+        wrong = set()
+        for view in views:
+            for name, live in zip(view.names, view.read()):
+                record = self.manifest.tensors[name]
+                if view.bits:
+                    same = TensorRecord.of(live) == record
+                else:
+                    same = (
+                        tuple(live.shape) == record.shape and tensor_digest(values_only(live)[0]) == self.values[name]
+                    )
+                if not same:
+                    wrong.add(name)
+        return sorted(wrong)

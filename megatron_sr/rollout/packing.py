@@ -1,0 +1,76 @@
+"""Reading weights back out of layouts that only a kernel understands.
+
+Two ways, both exact about what they claim:
+
+- `Permutation`: a packer that only moves elements is learnt by packing their positions, then undone. Gives the live bits.
+- `probe_linear`: a layout behind an opaque handle is read through the live operator itself, by multiplying with the identity.
+  Gives values: -0.0 comes back as +0.0, and kernels that flush subnormals return zero for them, so `values_only` maps both to +0.0
+  on either side of a comparison. A difference that this hides cannot change any result of that operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_PROBE_ROWS = 512  # identity rows per call: bounds the product to 512 x out_features
+
+
+class Permutation:
+    """Where a packer of 16-bit elements puts each element, for one weight shape.
+
+    pack   maps a BF16 tensor to a tensor with the same number of 16-bit elements; it must only move them
+    shape  of the unpacked tensor
+
+    The positions are sent through `pack` as bit patterns, in two passes (low and high half of a 32-bit index).
+    Raises ValueError when `pack` does more than move elements.
+    """
+
+    def __init__(self, pack: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]):
+        count = torch.Size(shape).numel()
+        position = torch.arange(count, dtype=torch.int32)
+        low, high = (self._send(pack, half, shape) for half in (position & 0xFFFF, position >> 16))
+        source = (high << 16) | low
+        if source.numel() != count or not torch.equal(source.sort().values, position):
+            raise ValueError(
+                f"the kernel's weight packer does more than move the elements of a {list(shape)} weight, "
+                f"so its bits cannot be read back"
+            )
+        self._shape = shape
+        self._where = torch.empty_like(source)
+        self._where[source.long()] = position
+
+    @staticmethod
+    def _send(pack, half: torch.Tensor, shape) -> torch.Tensor:
+        packed = pack(half.to(torch.int16).view(torch.bfloat16).view(shape))
+        if packed.element_size() != 2:
+            raise ValueError(f"the kernel's weight packer turned BF16 into {packed.dtype}")
+        return packed.contiguous().view(torch.int16).reshape(-1).int() & 0xFFFF
+
+    def undo(self, packed: torch.Tensor) -> torch.Tensor:
+        """The unpacked tensor, of the shape given at the start, bit for bit."""
+        bits = packed.detach().contiguous().view(torch.int16).reshape(-1)
+        return bits.index_select(0, self._where).view(packed.dtype).view(self._shape)
+
+
+def probe_linear(linear: Callable[[torch.Tensor], torch.Tensor], in_features: int) -> torch.Tensor:
+    """The weight [out_features, in_features] of a live BF16 linear operator `linear(x) = x @ weight.T`, by value.
+
+    Each output is one weight times 1.0 plus zeros, hence exact. A NaN or infinity in a row of the weight makes the whole row NaN.
+    """
+    columns = []
+    for at in range(0, in_features, _PROBE_ROWS):
+        rows = min(_PROBE_ROWS, in_features - at)
+        identity = torch.zeros(rows, in_features, dtype=torch.bfloat16)
+        identity[torch.arange(rows), at + torch.arange(rows)] = 1.0
+        columns.append(linear(identity).t())
+    return torch.cat(columns, 1)
+
+
+def values_only(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A BF16 tensor with -0.0 and subnormals replaced by +0.0, and how many elements that changed."""
+    bits = tensor.contiguous().view(torch.int16)
+    lost = ((bits & 0x7F80) == 0) & (bits != 0)
+    count = int(lost.sum())
+    return (bits.masked_fill(lost, 0).view(torch.bfloat16) if count else tensor), count

@@ -1,0 +1,61 @@
+"""Workarounds of two vLLM faults around live weight updates on CPU (0.32 and 0.33), all in this file.
+
+1. MoE experts are packed at the first load only. `UnquantizedFusedMoEMethod._setup_kernel` calls the experts'
+   `process_weights_after_loading`, which packs w13 and w2 for the CPU kernel, only when the kernel is built; a later
+   `reload_weights` leaves them unpacked and the kernel reads garbage.
+2. A tied output layer keeps its first weights. It shares the embedding's parameter but holds a packed copy of its own
+   (`cpu_linear`), which a reload never renews, because no tensor of that name is loaded: embedding and head then differ.
+
+Both workarounds look at what a reload did, not at a version number, so they do nothing once vLLM does the work itself. The
+read-back after each update would show either fault. Delete this file when no supported version needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+
+import torch
+
+
+def pack_experts_on_reload() -> None:
+    """Make CPU MoE reloads pack their weights (fault 1). Safe to call twice; nothing changes on other devices."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
+
+    method = upstream.UnquantizedFusedMoEMethod
+    original = method._setup_kernel
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def setup_kernel(self, layer, w13, w2):
+        if self.moe_kernel is None or self.unquantized_backend != upstream.UnquantizedMoeBackend.CPU:
+            return original(self, layer, w13, w2)
+        experts = self.moe_kernel.fused_experts
+        pack, packed = experts.process_weights_after_loading, []
+        experts.process_weights_after_loading = lambda *args: packed.append(pack(*args))
+        try:
+            original(self, layer, w13, w2)
+        finally:
+            del experts.process_weights_after_loading  # the class's own method shows again
+        if not packed:
+            pack(layer)
+
+    method._setup_kernel = setup_kernel
+
+
+def reload_weights(runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """The model runner's `reload_weights`, after which a tied output layer computes with the new embedding (fault 2)."""
+    head = _tied_head(runner.get_model())
+    operator = head.cpu_linear if head is not None else None
+    runner.reload_weights(weights_iterator=iter(tensors))
+    if head is not None and head.cpu_linear is operator:
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The output layer if it shares the embedding's parameter and packs a copy of it."""
+    head, embedding = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
+    if head is None or head is embedding or not hasattr(head, "cpu_linear"):
+        return None
+    return head if head.weight is embedding.weight else None
