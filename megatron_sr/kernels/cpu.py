@@ -48,13 +48,14 @@ def format_params(format: Format, dtype: torch.dtype) -> FormatParams:
     )
 
 
-def _load() -> ctypes.CDLL:
+def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
+    """The compiled kernel. Raises RuntimeError if it has not been built or is of another version."""
     how = "build it with: pip install -e . (needs a C++17 compiler), or pass backend='reference'"
-    if not LIBRARY.exists():
-        raise RuntimeError(f"the CPU kernel {LIBRARY} has not been built; {how}")
-    library = ctypes.CDLL(str(LIBRARY))
+    if not path.exists():
+        raise RuntimeError(f"the CPU kernel {path} has not been built; {how}")
+    library = ctypes.CDLL(str(path))
     if library.msr_abi() != ABI:
-        raise RuntimeError(f"the CPU kernel {LIBRARY} is of another version ({library.msr_abi()}, not {ABI}); {how}")
+        raise RuntimeError(f"the CPU kernel {path} is of another version ({library.msr_abi()}, not {ABI}); {how}")
     library.msr_round.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
@@ -67,7 +68,7 @@ def _load() -> ctypes.CDLL:
     return library
 
 
-library = _load()
+library = load_library()
 
 
 def best_level() -> str:
