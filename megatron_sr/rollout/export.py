@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron_sr.rollout import names, shards
+from megatron_sr.rollout.collectives import ExportGroups
 from megatron_sr.rollout.names import Entry
 
 EMBEDDING, HEAD = "embedding", "head"  # the units beside the decoder layers, which are numbered from 0
@@ -32,16 +32,15 @@ def export_hf(
     """
     shapes = names.expected_shapes(hf_config)
     units = _units(shapes)
-    mine = _local_units(_chunks(model), hf_config, tensors)
-    groups = _Groups()
-    owner, dtypes = groups.owners(units, mine)
-    device = next(iter(_chunks(model)[0].parameters())).device
+    groups, chunks = ExportGroups(), _chunks(model)
+    mine = _local_units(chunks, hf_config, tensors, groups)
+    owner, dtypes = _owners(units, mine, groups)
+    device = next(chunks[0].parameters()).device
     for unit, unit_names in units.items():
         whole = _whole_unit(mine[unit], groups, hf_config) if unit in mine else None
-        if whole is not None and set(whole) != set(unit_names):
-            raise ValueError(
-                f"the model's {unit} does not hold the tensors of its Hugging Face config: missing "
-                f"{sorted(set(unit_names) - set(whole))}, unexpected {sorted(set(whole) - set(unit_names))}"
+        if whole is not None:
+            _check_unit(
+                unit, {name: tuple(tensor.shape) for name, tensor in whole.items()}, {n: shapes[n] for n in unit_names}
             )
         if groups.pipeline_size > 1:
             whole = groups.broadcast(whole, {n: (shapes[n], dtypes[n]) for n in unit_names}, owner[unit], device)
@@ -58,9 +57,9 @@ def load_hf(model, state_dict: Mapping[str, torch.Tensor], hf_config) -> None:
     no parameter is changed then.
     """
     check_state_dict(state_dict, hf_config)
-    groups = _Groups()
+    groups = ExportGroups()
     copies = []
-    for _, entry, parameter in _parameters(_chunks(model), hf_config):
+    for _, entry, parameter in _parameters(_chunks(model), hf_config, groups):
         sources = [state_dict[name] for name in entry.hf]
         for name, source in zip(entry.hf, sources):
             if torch.promote_types(source.dtype, parameter.dtype) != parameter.dtype:
@@ -127,11 +126,11 @@ def _unit_of(name: str) -> Unit:
     return layer if layer is not None else EMBEDDING if name == "model.embed_tokens.weight" else HEAD
 
 
-def _parameters(chunks, hf_config) -> Iterator[tuple[str, Entry, torch.nn.Parameter]]:
+def _parameters(chunks, hf_config, groups: ExportGroups) -> Iterator[tuple[str, Entry, torch.nn.Parameter]]:
     """(Megatron name, entry, parameter) of this rank. A tied output layer, where it exists, is an entry for the embedding."""
-    names.check_family(hf_config)
+    rank, size = groups.expert_rank()
+    first_expert = rank * ((getattr(hf_config, "num_experts", 0) or 0) // size)
     for chunk in chunks:
-        first_expert = _first_expert(hf_config)
         for name, parameter in chunk.named_parameters():
             layer = None
             if name.startswith("decoder.layers."):
@@ -142,17 +141,10 @@ def _parameters(chunks, hf_config) -> Iterator[tuple[str, Entry, torch.nn.Parame
             yield name, entry, parameter
 
 
-def _first_expert(hf_config) -> int:
-    from megatron.core import parallel_state as ps
-
-    experts = getattr(hf_config, "num_experts", 0) or 0
-    return ps.get_expert_model_parallel_rank() * (experts // ps.get_expert_model_parallel_world_size())
-
-
-def _local_units(chunks, hf_config, tensors) -> dict[Unit, list[tuple[Entry, torch.Tensor]]]:
+def _local_units(chunks, hf_config, tensors, groups) -> dict[Unit, list[tuple[Entry, torch.Tensor]]]:
     """What this rank contributes to each unit. The tied copy on the last stage contributes nothing."""
     out: dict[Unit, list[tuple[Entry, torch.Tensor]]] = {}
-    for name, entry, parameter in _parameters(chunks, hf_config):
+    for name, entry, parameter in _parameters(chunks, hf_config, groups):
         if name == "output_layer.weight" and hf_config.tie_word_embeddings:
             continue
         value = parameter.detach()
@@ -170,7 +162,7 @@ def _local_units(chunks, hf_config, tensors) -> dict[Unit, list[tuple[Entry, tor
     return out
 
 
-def _whole_unit(items: list[tuple[Entry, torch.Tensor]], groups: _Groups, hf_config) -> dict[str, torch.Tensor]:
+def _whole_unit(items: list[tuple[Entry, torch.Tensor]], groups: ExportGroups, hf_config) -> dict[str, torch.Tensor]:
     """Whole tensors of a unit, from the shards of its stage's ranks."""
     whole: dict[str, torch.Tensor] = {}
     for expert in (False, True):
@@ -186,105 +178,31 @@ def _whole_unit(items: list[tuple[Entry, torch.Tensor]], groups: _Groups, hf_con
     return whole
 
 
-class _Groups:
-    """The collectives of an export over Megatron's process groups. Tensors travel as bytes, so dtypes may be mixed."""
+def _owners(units, mine, groups: ExportGroups) -> tuple[dict[Unit, int], dict[str, torch.dtype]]:
+    """Global rank, in this rank's pipeline, that holds each unit; dtype of each tensor."""
+    held = {
+        unit: {_kind(name): value.dtype for entry, value in items for name in entry.hf} for unit, items in mine.items()
+    }
+    stages = groups.gather_stages(held)
+    owner = {unit: rank for rank, stage in stages.items() for unit in stage}
+    if lacking := [unit for unit in units if unit not in owner]:
+        raise ValueError(
+            f"no pipeline stage holds {lacking}; does the model have as many layers as its Hugging Face config?"
+        )
+    dtypes = {kind: dtype for stage in stages.values() for unit in stage.values() for kind, dtype in unit.items()}
+    return owner, {name: dtypes.get(_kind(name)) for unit in units.values() for name in unit}
 
-    def __init__(self):
-        from megatron.core import parallel_state as ps
 
-        self.pipeline = ps.get_pipeline_model_parallel_group()
-        self.pipeline_size = ps.get_pipeline_model_parallel_world_size()
-        self._tensor = {False: ps.get_tensor_model_parallel_group(), True: ps.get_expert_tensor_parallel_group()}
-        self._expert = ps.get_expert_model_parallel_group()
-
-    def tensor_rank(self, expert: bool) -> tuple[int, int]:
-        """Rank and size in the tensor-parallel group of the attention and dense parameters, or of the experts."""
-        return dist.get_rank(self._tensor[expert]), dist.get_world_size(self._tensor[expert])
-
-    def gather_tensor(self, values: list[torch.Tensor], expert: bool) -> list[list[torch.Tensor]]:
-        """For each value, the tensors of all ranks of its tensor-parallel group, in rank order."""
-        return _gather(values, self._tensor[expert])
-
-    def gather_experts(self, local: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """The named expert tensors of all expert-parallel ranks. Ranks hold equally many, of equal shapes, in one order."""
-        size = dist.get_world_size(self._expert)
-        if size == 1:
-            return local
-        rank_names: list = [None] * size
-        dist.all_gather_object(rank_names, [name for name, _ in local], group=self._expert)
-        gathered = _gather([tensor for _, tensor in local], self._expert)
-        return [(rank_names[r][i], gathered[i][r]) for r in range(size) for i in range(len(local))]
-
-    def owners(self, units, mine) -> tuple[dict[Unit, int], dict[str, torch.dtype]]:
-        """Global rank (in this pipeline group) that holds each unit, and the dtype of each of this pipeline's tensors."""
-        held = {unit: self._dtypes(items) for unit, items in mine.items()}
-        ranks = dist.get_process_group_ranks(self.pipeline)
-        everyone: list = [held]
-        if self.pipeline_size > 1:
-            everyone = [None] * self.pipeline_size
-            dist.all_gather_object(everyone, held, group=self.pipeline)
-        owner = {unit: rank for rank, stage in zip(ranks, everyone) for unit in stage}
-        if lacking := [unit for unit in units if unit not in owner]:
-            raise ValueError(
-                f"no pipeline stage holds {lacking}; does the model have as many layers as its Hugging Face config?"
-            )
-        kinds = {kind: dtype for stage in everyone for unit in stage.values() for kind, dtype in unit.items()}
-        return owner, {name: kinds[_kind(name)] for unit in units.values() for name in unit}
-
-    @staticmethod
-    def _dtypes(items) -> dict[str, torch.dtype]:
-        return {_kind(name): value.dtype for entry, value in items for name in entry.hf}
-
-    def broadcast(self, whole, what: dict[str, tuple], source: int, device) -> dict[str, torch.Tensor]:
-        """A unit's tensors from the stage that holds them to the ranks of the other stages."""
-        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in what.items()}
-        if whole is not None:
-            buffer = _pack([whole[name] for name in what])
-        else:
-            buffer = torch.empty(sum(_padded(size) for size in sizes.values()), dtype=torch.uint8, device=device)
-        dist.broadcast(buffer, source, group=self.pipeline)
-        if whole is not None:
-            return whole
-        return dict(zip(what, _unpack(buffer, list(what.values()))))
+def _check_unit(unit: Unit, found: dict[str, tuple], expected: dict[str, tuple]) -> None:
+    if found != expected:
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise ValueError(
+            f"the model's {'layer ' if isinstance(unit, int) else ''}{unit} does not fit its Hugging Face config: "
+            + _some([f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'expected')}" for name in wrong])
+        )
 
 
 def _kind(name: str) -> str:
-    """A tensor's name with the expert's number left out: all experts of a layer share a dtype."""
+    """A tensor's name with the expert's number left out: a rank holds some of a layer's experts, all of one dtype."""
     head, mark, tail = name.partition(".mlp.experts.")
     return head + mark + tail.split(".", 1)[-1] if mark else name
-
-
-def _gather(values: list[torch.Tensor], group) -> list[list[torch.Tensor]]:
-    """All-gather a list of tensors (same shapes and dtypes on all ranks) with one collective."""
-    size = dist.get_world_size(group)
-    if size == 1 or not values:
-        return [[value] for value in values]
-    buffer = _pack(values)
-    buffers = [torch.empty_like(buffer) for _ in range(size)]
-    dist.all_gather(buffers, buffer, group=group)
-    per_rank = [_unpack(b, [(v.shape, v.dtype) for v in values]) for b in buffers]
-    return [[per_rank[r][i] for r in range(size)] for i in range(len(values))]
-
-
-def _padded(size: int) -> int:
-    return -(-size // 16) * 16  # keeps every tensor of a buffer aligned for any dtype
-
-
-def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = sum(_padded(t.numel() * t.element_size()) for t in tensors)
-    buffer = torch.zeros(total, dtype=torch.uint8, device=tensors[0].device)
-    at = 0
-    for t in tensors:
-        size = t.numel() * t.element_size()
-        buffer[at : at + size].view(t.dtype).copy_(t.reshape(-1))
-        at += _padded(size)
-    return buffer
-
-
-def _unpack(buffer: torch.Tensor, what: Sequence[tuple]) -> list[torch.Tensor]:
-    out, at = [], 0
-    for shape, dtype in what:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        out.append(buffer[at : at + size].view(dtype).view(shape))
-        at += _padded(size)
-    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,15 @@ import torch
 from megatron_sr.rollout.digest import tensor_digest
 from megatron_sr.rollout.manifest import Manifest, TensorRecord
 from megatron_sr.rollout.packing import values_only
+
+
+@dataclass(frozen=True)
+class LiveView:
+    """names: the Hugging Face tensors that it holds; bits: whether `read` gives bits or only values; read: the tensors, in order."""
+
+    names: tuple[str, ...]
+    bits: bool
+    read: Callable[[], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -24,18 +33,17 @@ class Held:
     indistinct: int
 
     @classmethod
-    def of(cls, sent: Mapping[str, torch.Tensor], version: int, by_value: Collection[str]) -> Held:
-        """sent: all tensors by Hugging Face name; by_value: names of which only values can be read back."""
-        manifest = Manifest.of(sent.items(), version)
+    def of(cls, manifest: Manifest, sent: Mapping[str, torch.Tensor], views: Iterable[LiveView]) -> Held:
+        """manifest: of the tensors `sent`, which are all of the model's, by Hugging Face name; views: those of the live model."""
         values, indistinct = {}, 0
-        for name in by_value:
+        for name in {name for view in views if not view.bits for name in view.names}:
             tensor, count = values_only(sent[name])
             values[name] = tensor_digest(tensor) if count else manifest.tensors[name].digest
             indistinct += count
         return cls(manifest, values, indistinct)
 
-    def mismatched(self, views: Iterable) -> list[str]:
-        """Names, sorted, of the tensors that a live view (`vllm_readback.LiveView`) shows to be other than those sent."""
+    def mismatched(self, views: Iterable[LiveView]) -> list[str]:
+        """Names, sorted, of the tensors that a live view shows to be other than those sent."""
         wrong = set()
         for view in views:
             for name, live in zip(view.names, view.read()):

@@ -18,6 +18,7 @@ from megatron_sr.rollout.engine import (
     check_seeds,
 )
 from megatron_sr.rollout.held import Held
+from megatron_sr.rollout.manifest import Manifest
 from megatron_sr.rollout.vllm_readback import live_views
 
 
@@ -117,12 +118,15 @@ class VLLMEngine:
         return [[self._completion(i, choice) for choice in output.outputs] for i, output in enumerate(outputs)]
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> UpdateReport:
-        """See `RolloutEngine.update_weights`. A report with mismatches, or an error after loading began, leaves an engine that
+        """See `RolloutEngine.update_weights`.
 
-        refuses to generate; the same version may then be sent again.
+        After a report with mismatches, or an error once loading began, the engine refuses to generate until an update succeeds;
+        the same version may then be sent again.
         """
         sent = self._accept(list(tensors), version)
         start = time.perf_counter()
+        manifest = Manifest.of(sent.items(), version)
+        digested = time.perf_counter()
         self._refusal = f"the update to version {version} did not finish; update the weights again"
         vllm_faults.reload_weights(self._runner, sent.items())
         if not self._llm.reset_prefix_cache():
@@ -131,7 +135,7 @@ class VLLMEngine:
             )
         loaded = time.perf_counter()
         views = live_views(self._runner.get_model(), self._shapes)
-        self._held = Held.of(sent, version, {name for view in views if not view.bits for name in view.names})
+        self._held = Held.of(manifest, sent, views)
         mismatched = self._held.mismatched(views)
         if mismatched:
             self._refusal = (
@@ -144,9 +148,9 @@ class VLLMEngine:
             version=version,
             tensors=len(sent),
             mismatched=mismatched,
-            seconds=loaded - start,
-            verify_seconds=time.perf_counter() - loaded,
-            digest=self._held.manifest.digest,
+            seconds=loaded - digested,
+            verify_seconds=digested - start + time.perf_counter() - loaded,
+            digest=manifest.digest,
             value_verified=sorted(self._held.values),
             indistinct=self._held.indistinct,
         )
@@ -161,13 +165,8 @@ class VLLMEngine:
             raise WeightsUnverified(self._refusal)
         views = live_views(self._runner.get_model(), self._shapes)
         if self._held is None:
-            from safetensors.torch import load_file
-
-            files = sorted(self._directory.glob("*.safetensors"))
-            checkpoint = {
-                name: tensor for file in files for name, tensor in load_file(file).items() if name in self._shapes
-            }
-            self._held = Held.of(checkpoint, 0, {name for view in views if not view.bits for name in view.names})
+            checkpoint = self._checkpoint()
+            self._held = Held.of(Manifest.of(checkpoint.items(), 0), checkpoint, views)
         if mismatched := self._held.mismatched(views):
             self._refusal = (
                 f"the live weights are not those of version {self._version}: {', '.join(mismatched[:4])} differ; "
@@ -185,11 +184,24 @@ class VLLMEngine:
         self._llm = self._runner = None
         self._refusal = "the engine was shut down"
 
+    def _checkpoint(self) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint's files. Raises ValueError when one that the model needs is in none of them."""
+        from safetensors.torch import load_file
+
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(self._directory.glob("*.safetensors")):
+            tensors.update(load_file(file))
+        if missing := [name for name in self._shapes if name not in tensors]:
+            raise ValueError(f"{self._directory}: no .safetensors file holds {missing[:8]}")
+        return {name: tensors[name] for name in self._shapes}
+
     def _accept(self, tensors: list[tuple[str, torch.Tensor]], version: int) -> dict[str, torch.Tensor]:
         """The sent tensors by name. Raises UpdateRefused before anything is touched."""
+        if self._llm is None:
+            raise UpdateRefused("the engine was shut down; build a new one")
         sent = dict(tensors)
         problems = []
-        if version <= self._version:
+        if version < self._version or (version == self._version and not self._refusal):
             problems.append(f"version {version} is not above the present one, {self._version}")
         if len(sent) != len(tensors):
             seen = [name for name, _ in tensors]
@@ -203,6 +215,8 @@ class VLLMEngine:
                 problems.append(f"{name} has shape {list(tensor.shape)}, the model {list(self._shapes[name])}")
             if tensor.dtype != torch.bfloat16:
                 problems.append(f"{name} is {tensor.dtype}, the model torch.bfloat16")
+            elif not tensor.isfinite().all():
+                problems.append(f"{name} has NaN or infinite elements")
         if problems:
             raise UpdateRefused(f"update refused, version {self._version} stays: {'; '.join(problems)}")
         return sent

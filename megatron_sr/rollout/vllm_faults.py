@@ -45,10 +45,19 @@ def pack_experts_on_reload() -> None:
 
 
 def reload_weights(runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """The model runner's `reload_weights`, after which a tied output layer computes with the new embedding (fault 2)."""
+    """The model runner's `reload_weights`, after which a tied output layer computes with the new embedding (fault 2).
+
+    When it raises, the live weights are a mixture, but vLLM's bookkeeping is put back, so that a later reload starts afresh.
+    """
     head = _tied_head(runner.get_model())
     operator = head.cpu_linear if head is not None else None
-    runner.reload_weights(weights_iterator=iter(tensors))
+    try:
+        runner.reload_weights(weights_iterator=iter(tensors))
+    except BaseException:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(runner.get_model(), runner.model_config)
+        raise
     if head is not None and head.cpu_linear is operator:
         head.quant_method.process_weights_after_loading(head)
 

@@ -14,24 +14,15 @@ Values means that -0.0 and subnormals are not told from +0.0: see `packing`. Sou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import torch
 
+from megatron_sr.rollout.held import LiveView
 from megatron_sr.rollout.packing import Permutation, probe_linear
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-@dataclass(frozen=True)
-class LiveView:
-    """names: the Hugging Face tensors that it holds; bits: whether `read` gives bits or only values; read: the tensors, in order."""
-
-    names: tuple[str, ...]
-    bits: bool
-    read: Callable[[], list[torch.Tensor]]
 
 
 def live_views(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[LiveView]:

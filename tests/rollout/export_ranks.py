@@ -15,23 +15,10 @@ host.install()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron_sr.megatron.model import Layout, gpt_model, transformer_config, wrap_ddp  # noqa: E402
+from megatron_sr.megatron.model import gpt_model, transformer_config, wrap_ddp  # noqa: E402
 from megatron_sr.rollout import export, names  # noqa: E402
+from tests.rollout.layouts import CASES  # noqa: E402
 from tests.tiny_models import hf_config, make_checkpoint  # noqa: E402
-
-# name, family, checkpoint's arguments, layout, expert tensor parallel size
-CASES = [
-    ("dense-dp2", "qwen3", {}, Layout(), None),
-    ("dense-tp2", "qwen3", {}, Layout(tensor=2), None),
-    ("dense-pp2", "qwen3", {}, Layout(pipeline=2), None),
-    ("tied-tp2", "qwen3", {"tied": True}, Layout(tensor=2), None),
-    ("tied-pp2", "qwen3", {"tied": True}, Layout(pipeline=2), None),
-    ("bias-tp2", "qwen2", {"hidden": 128}, Layout(tensor=2), None),
-    ("moe-ep2", "qwen3_moe", {}, Layout(expert=2), None),
-    ("moe-tp2", "qwen3_moe", {}, Layout(tensor=2), None),
-    ("moe-pp2", "qwen3_moe", {}, Layout(pipeline=2), None),
-    ("moe-tp2-ep2-etp1", "qwen3_moe", {}, Layout(tensor=2, expert=2), 1),
-]
 
 
 def same_bits(a, b):

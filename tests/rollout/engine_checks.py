@@ -1,0 +1,318 @@
+"""One process, real vLLM engines: dense, tied with biases, and MoE. Prints "ok <family> <check>" for each check that holds.
+
+A script of its own because vLLM changes the process that it runs in (threads, process groups).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_sr.rollout import vllm_faults
+from megatron_sr.rollout.engine import SamplingConfig, UpdateRefused, WeightsUnverified
+from megatron_sr.rollout.manifest import Manifest
+from megatron_sr.rollout.packing import values_only
+from megatron_sr.rollout.vllm import VLLMEngine
+from megatron_sr.rollout.vllm_readback import live_views
+from tests.tiny_models import make_checkpoint
+
+FAMILIES = {
+    "dense": ("qwen3", {}),
+    "tied-bias": ("qwen2", {"tied": True, "hidden": 128, "vocab": 250}),  # 250: vLLM pads the vocabulary to 256
+    "moe": ("qwen3_moe", {}),
+}
+SAMPLING = SamplingConfig(n=3, temperature=1.0, max_tokens=8, min_tokens=8, ignore_eos=True)
+PROMPTS, SEEDS = [[1, 2, 3], [7, 8, 9, 10, 11], [i % 199 for i in range(300)]], [0, 10, 20]
+
+
+def build(directory):
+    return VLLMEngine(directory, max_model_len=320, max_num_seqs=16, max_num_batched_tokens=1024)
+
+
+def hard_weights(base, seed):
+    """New BF16 weights near `base`: all mantissa bits at random, and zeros of both signs, subnormals, full mantissas."""
+    generator = torch.Generator().manual_seed(seed)
+    special = torch.tensor([-0x8000, 0, 1, -0x7FFF, 0x7F, -0x7F81, 0x3CFF, -0x4301], dtype=torch.int16)
+    out = {}
+    for name, tensor in base.items():
+        bits = (
+            (tensor.float() + 0.02 * torch.randn(tensor.shape, generator=generator))
+            .bfloat16()
+            .view(torch.int16)
+            .reshape(-1)
+        )
+        bits ^= torch.randint(0, 128, bits.shape, generator=generator, dtype=torch.int16)
+        at = torch.randperm(bits.numel(), generator=generator)[: len(special)]
+        bits[at] = special
+        out[name] = bits.view(torch.bfloat16).view(tensor.shape)
+    return out
+
+
+def shuffled(weights, seed):
+    order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(seed)).tolist()
+    items = list(weights.items())
+    return [items[i] for i in order]
+
+
+def results(engine):
+    completions = [c for group in engine.generate(PROMPTS, SAMPLING, SEEDS) for c in group]
+    return [(c.token_ids, c.logprobs) for c in completions]
+
+
+def views(engine):
+    return live_views(engine._runner.get_model(), engine._shapes)
+
+
+def module(engine, suffix):
+    return next(m for path, m in engine._runner.get_model().named_modules() if path.endswith(suffix))
+
+
+def check_checkpoint(engine, base):
+    assert engine.weights_version() == 0
+    assert engine.weights_digest() == Manifest.of(base.items(), 0).digest
+
+
+def check_updates(engine, base):
+    """Twice in a row, in shuffled order, hard bit patterns; read back and compared element by element, not only by digest."""
+    for version in (1, 2):
+        weights = hard_weights(base, version)
+        report = engine.update_weights(iter(shuffled(weights, version)), version)
+        assert report.good, report.mismatched
+        assert report.tensors == len(base)
+        assert report.digest == engine.weights_digest() == Manifest.of(weights.items(), version).digest
+        assert engine.weights_version() == report.version == version
+        by_value = {name for view in views(engine) if not view.bits for name in view.names}
+        assert set(report.value_verified) == by_value
+        assert report.indistinct == sum(values_only(weights[name])[1] for name in by_value)
+        for view in views(engine):
+            for name, live in zip(view.names, view.read()):
+                sent = weights[name]
+                if not view.bits:
+                    sent, live = values_only(sent)[0], values_only(live)[0]
+                assert torch.equal(live.contiguous().view(torch.int16), sent.view(torch.int16)), name
+        assert all(c.version == version for group in engine.generate(PROMPTS, SAMPLING, SEEDS) for c in group)
+
+
+def check_refusals(engine, base):
+    """A wrong update changes nothing: the same completions and logprobs afterwards."""
+    before, version, good = results(engine), engine.weights_version(), hard_weights(base, 99)
+    name = "model.norm.weight"
+    broken = good[name].clone()
+    broken[0] = float("inf")
+    for damaged, number, words in (
+        ({k: v for k, v in good.items() if k != name}, version + 1, ("missing", name)),
+        ({**good, "model.extra.weight": good[name]}, version + 1, ("does not have", "model.extra.weight")),
+        ({**good, name: good[name][:-1]}, version + 1, (name, "shape")),
+        ({**good, name: good[name].float()}, version + 1, (name, "float32")),
+        ({**good, name: broken}, version + 1, (name, "infinite")),
+        (good, version, (f"version {version} ", "above")),
+    ):
+        consumed = iter(damaged.items())
+        with pytest.raises(UpdateRefused, match=words[0]) as refusal:
+            engine.update_weights(consumed, number)
+        assert words[1] in str(refusal.value)
+        assert next(consumed, None) is None, "a collective export would hang: the iterable was not used up"
+    with pytest.raises(UpdateRefused, match="twice"):
+        engine.update_weights([*good.items(), (name, good[name])], version + 1)
+    assert engine.weights_version() == version
+    assert results(engine) == before
+
+
+def check_prefix_cache(engine, base):
+    """The long prompt's cached keys and values are those of the old weights until the cache is reset."""
+    version, weights = engine.weights_version(), hard_weights(base, 50)
+    reset, engine._llm.reset_prefix_cache = engine._llm.reset_prefix_cache, lambda: True
+    results(engine)  # fills the cache
+    engine.update_weights(weights.items(), version + 1)
+    stale = results(engine)
+    engine._llm.reset_prefix_cache = reset
+    engine.update_weights(weights.items(), version + 2)
+    assert results(engine) != stale, "the cache was not used, so this check proves nothing"
+    return weights  # the fresh engine must agree with the results after the reset
+
+
+def check_flipped_bits(engine, base):
+    """One bit of one live tensor: found by name; no completions until a good update, which may carry the same version."""
+    weights = hard_weights(base, 60)
+    version = engine.weights_version() + 1
+    assert engine.update_weights(weights.items(), version).good
+    for damage, names in damages(engine):
+        damage()
+        with pytest.raises(WeightsUnverified, match="not those") as refusal:
+            engine.weights_digest()
+        assert any(name in str(refusal.value) for name in names), refusal.value
+        with pytest.raises(WeightsUnverified, match="update the weights again"):
+            engine.generate(PROMPTS, SAMPLING, SEEDS)
+        assert engine.update_weights(weights.items(), version).good
+        assert engine.weights_version() == version
+        results(engine)
+
+
+def damages(engine):
+    norm, table = module(engine, "layers.1.input_layernorm"), module(engine, "embed_tokens")
+    yield lambda: flip(norm.weight, 5, 0), ["layers.1.input_layernorm.weight"]
+    yield lambda: flip(table.weight, 77, 15), ["embed_tokens.weight"]
+    yield lambda: damage_linear(module(engine, "layers.0.self_attn.o_proj")), ["layers.0.self_attn.o_proj.weight"]
+    if any(path.endswith("routed_experts") for path, _ in engine._runner.get_model().named_modules()):
+        experts = module(engine, "layers.1.mlp.experts.routed_experts")
+        yield (
+            lambda: flip(experts.w13_weight, 3, 7),
+            [f"layers.1.mlp.experts.0.{x}_proj.weight" for x in ("gate", "up")],
+        )
+        yield lambda: flip(experts.w2_weight, -1, 1), ["layers.1.mlp.experts.3.down_proj.weight"]
+
+
+def flip(parameter, element, bit):
+    bits = parameter.data.view(torch.int16).view(-1)
+    bits[element] ^= -0x8000 if bit == 15 else 1 << bit
+
+
+def damage_linear(linear):
+    """The weight sits behind the kernel's handle: give the layer a kernel built from the weight with one bit flipped."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.utils import replace_parameter
+
+    from megatron_sr.rollout.packing import probe_linear
+
+    held = linear.weight
+    width = linear.input_size_per_partition
+    weight = probe_linear(lambda x: linear.cpu_linear(x, held, None), width).contiguous()
+    flip(torch.nn.Parameter(weight), 1000, 3)
+    replace_parameter(linear, "weight", weight)
+    dispatch_cpu_unquantized_gemm(linear, remove_weight=True)
+
+
+def check_aborted_update(engine, base):
+    """An update that dies half-way: no completions from the mixture; the next update is whole again."""
+    weights, version, model = hard_weights(base, 70), engine.weights_version(), engine._runner.get_model()
+    load = type(model).load_weights
+
+    def dies(self, tensors):
+        load(self, iter(list(tensors)[: len(weights) // 2]))
+        raise OSError("lost the connection")
+
+    type(model).load_weights = dies
+    with pytest.raises(OSError, match="lost the connection"):
+        engine.update_weights(weights.items(), version + 1)
+    type(model).load_weights = load
+    assert engine.weights_version() == version
+    with pytest.raises(WeightsUnverified, match="did not finish"):
+        engine.generate(PROMPTS, SAMPLING, SEEDS)
+    assert engine.update_weights(weights.items(), version + 1).good
+
+
+def check_faults_are_seen(engine, base, family):
+    """Without the workarounds of `vllm_faults` the read-back must name what vLLM gets wrong; this proves that it can fail."""
+    weights, version = hard_weights(base, 80), engine.weights_version()
+    if family == "moe":
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+            UnquantizedFusedMoEMethod as Method,
+        )
+
+        fixed, Method._setup_kernel = Method._setup_kernel, Method._setup_kernel.__wrapped__
+        report = engine.update_weights(weights.items(), version + 1)
+        Method._setup_kernel = fixed
+        assert report.mismatched == sorted(name for name in weights if ".mlp.experts." in name), report.mismatched
+    else:
+        find, vllm_faults._tied_head = vllm_faults._tied_head, lambda model: None
+        report = engine.update_weights(weights.items(), version + 1)
+        vllm_faults._tied_head = find
+        assert report.mismatched == ["model.embed_tokens.weight"], report.mismatched
+    assert not report.good
+    assert engine.weights_version() == version
+    with pytest.raises(WeightsUnverified, match="does not hold the trainer's bits"):
+        engine.generate(PROMPTS, SAMPLING, SEEDS)
+    assert engine.update_weights(weights.items(), version + 1).good
+
+
+def check_sampling(engine):
+    """Seeds, stop tokens, greedy, prompts that do not fit; a completion's logprobs are those of its tokens."""
+    with pytest.raises(ValueError, match="keep the seeds at least n=3 apart"):
+        engine.generate(PROMPTS[:2], SAMPLING, [5, 7])
+    for prompts, words in (([[]], "empty"), ([[0] * 313], "max_model_len=320"), ([[256]], "outside 0..255")):
+        with pytest.raises(ValueError, match=words):
+            engine.generate(prompts, SAMPLING, [0])
+    group = engine.generate([[1, 2, 3]], SamplingConfig(n=4, max_tokens=64), [100])[0]
+    again = engine.generate([[9], [1, 2, 3]], SamplingConfig(n=4, max_tokens=64), [0, 100])[1]
+    assert [c.token_ids for c in group] == [c.token_ids for c in again], "completions must follow the seed alone"
+    assert len({tuple(c.token_ids) for c in group}) == 4
+    assert [c.prompt_index for c in again] == [1] * 4
+    for c in group:
+        assert len(c.logprobs) == len(c.token_ids)
+        assert all(p < 0 for p in c.logprobs)
+    first = group[0].token_ids
+    stop = first[3]
+    stopped = engine.generate([[1, 2, 3]], SamplingConfig(n=1, max_tokens=64, stop_token_ids=(stop,)), [100])[0][0]
+    assert stopped.token_ids == first[: first.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+    later = SamplingConfig(n=1, max_tokens=64, min_tokens=60, stop_token_ids=tuple(range(200)))
+    assert len(engine.generate([[1, 2, 3]], later, [100])[0][0].token_ids) >= 60
+    greedy = SamplingConfig(n=1, temperature=0.0, max_tokens=5, ignore_eos=True)
+    assert engine.generate([[1, 2, 3]], greedy, [1]) == engine.generate([[1, 2, 3]], greedy, [2])
+    ends = SamplingConfig(n=48, max_tokens=250), SamplingConfig(n=48, max_tokens=250, ignore_eos=True)
+    stopping, going_on = (engine.generate([[1, 2, 3]], sampling, [0])[0] for sampling in ends)
+    assert {c.finish_reason for c in stopping} == {"stop", "length"}
+    assert all(
+        (c.token_ids[-1] == 255) == (c.finish_reason == "stop") and 255 not in c.token_ids[:-1] for c in stopping
+    )
+    assert all(len(c.token_ids) == 250 for c in going_on)
+    assert any(255 in c.token_ids for c in going_on)
+
+
+def check_fresh_engine(directory, weights, after_update):
+    """Logprobs after live updates equal those of an engine that loaded the same weights from disk: difference 0.0."""
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    engine = build(directory)
+    assert engine.weights_digest() == Manifest.of(weights.items(), 0).digest
+    fresh = results(engine)
+    assert [tokens for tokens, _ in fresh] == [tokens for tokens, _ in after_update]
+    assert max(abs(a - b) for (_, x), (_, y) in zip(fresh, after_update) for a, b in zip(x, y)) == 0.0
+    engine.shutdown()
+
+
+def check_family(family, directory):
+    kind, arguments = FAMILIES[family]
+    make_checkpoint(directory, kind, **arguments)
+    base = load_file(directory / "model.safetensors")
+    torch.manual_seed(3)
+    state, set_num_threads = torch.get_rng_state(), torch.set_num_threads
+    engine = build(directory)
+    assert torch.equal(state, torch.get_rng_state()), "building an engine moved the trainer's random state"
+    assert torch.set_num_threads is set_num_threads, "building an engine replaced torch.set_num_threads"
+
+    def holds(check, *arguments):
+        result = check(engine, *arguments)
+        print(f"ok {family} {check.__name__.removeprefix('check_').replace('_', '-')}", flush=True)
+        return result
+
+    holds(check_checkpoint, base)
+    if family == "dense":
+        holds(check_sampling)
+    for check in (check_updates, check_refusals, check_flipped_bits, check_aborted_update):
+        holds(check, base)
+    if family != "dense":
+        holds(check_faults_are_seen, base, family)
+    weights = holds(check_prefix_cache, base)
+    after_update = results(engine)
+    engine.shutdown()
+    with pytest.raises(WeightsUnverified, match="shut down"):
+        engine.generate(PROMPTS, SAMPLING, SEEDS)
+    with pytest.raises(UpdateRefused, match="shut down"):
+        engine.update_weights(base.items(), 100)
+    engine = None
+    check_fresh_engine(directory, weights, after_update)
+    print(f"ok {family} fresh-engine", flush=True)
+
+
+def main():
+    torch.set_num_threads(1)
+    for family in sys.argv[2:]:
+        check_family(family, Path(sys.argv[1]) / family)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

