@@ -67,12 +67,14 @@ class PieceTable:
                     f"was {old}, is {_signature(t)}; make a new plan"
                 )
         self._addresses = addresses
-        base = np.array(addresses, dtype=np.uint64).reshape(2, -1)
-        size = np.array([t.element_size() for t in self.dst], dtype=np.uint64)
-        offset = self.offset.astype(np.uint64)
-        self.rows[:, DST] = base[0][self.tensor] + offset * size[self.tensor]
-        self.rows[:, SRC] = base[1][self.tensor] + offset * np.uint64(4)
+        self.rows[:, DST], self.rows[:, SRC] = self.piece_addresses(self.dst), self.piece_addresses(self.src)
         return True
+
+    def piece_addresses(self, tensors: Sequence[torch.Tensor]) -> np.ndarray:
+        """[pieces] uint64: the byte address of each piece's first element in these tensors, one for each pair."""
+        base = np.array([t.data_ptr() for t in tensors], dtype=np.uint64)
+        size = np.array([t.element_size() for t in tensors], dtype=np.uint64)
+        return base[self.tensor] + self.offset.astype(np.uint64) * size[self.tensor]
 
 
 def _signature(t: torch.Tensor) -> tuple:
