@@ -25,7 +25,7 @@ import torch
 from megatron_sr.coordinates import Segment
 
 _ROW = 4096  # C: words that share one B
-_ROWS = 64  # rows hashed at a time: bounds the temporaries to 2 MB
+_ROWS = 32  # rows hashed at a time: bounds the temporaries to 3 MB
 _UNSIGNED = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF}
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -88,9 +88,8 @@ def _add_words(sums: torch.Tensor, words: torch.Tensor, first: int) -> None:
         else:
             rows, width = min(_ROWS, (words.numel() - at) // _ROW), _ROW
         block = words[at : at + rows * width].view(rows, width).long()
-        b = _mix(_indices((first + at) // _ROW, rows, words.device))
-        for k in (0, 1):
-            sums[k] += ((block * a[k, column : column + width]).sum(1) * b[k]).sum()
+        b = _block_constants((first + at) // _ROW, rows, words.device)
+        sums += ((block * a[:, None, column : column + width]).sum(2) * b).sum(1)
         at += rows * width
 
 
@@ -115,12 +114,17 @@ def _add_scattered(sums: torch.Tensor, piece: torch.Tensor, where: torch.Tensor)
     word = byte >> 2
     a = _row_constants(piece.device)
     b = _mix(word >> 12)
-    for k in (0, 1):
-        sums[k] += (value * a[k, word & (_ROW - 1)] * b[k]).sum()
+    sums += (value * a[:, word & (_ROW - 1)] * b).sum(1)
 
 
 def _indices(start: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _block_constants(first: int, rows: int, device: torch.device) -> torch.Tensor:
+    """B_0 and B_1 of consecutive rows of words: int64 [2, rows]."""
+    return _mix(_indices(first, rows, device))
 
 
 @lru_cache(maxsize=16)
