@@ -3,56 +3,74 @@
 from __future__ import annotations
 
 import json
-import sys
-
-from tests.distributed.megatron_job import Job, Layout, build, global_indices, logical_tensors, process_groups
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 
 import megatron_sr as sr
 from megatron_sr.megatron.main_params import full_main_params
+from tests.distributed.megatron_job import Job, Layout, build, global_indices, logical_tensors, process_groups
 from tests.tiny_models import hf_config
 
-CONFIG = sr.ParamRounding(mode="stochastic", seed=77)
+
+@dataclass
+class Run:
+    layout: Layout = field(default_factory=Layout)
+    alone: bool = False  # each rank a world of its own
+    virtual: int | None = None
+    ddp_options: dict = field(default_factory=dict)
+    seed: int = 77
+
+    def build(self, hf) -> Job:
+        return build(hf, self.layout, self.virtual, self.ddp_options)
+
+    def process_groups(self):
+        return process_groups(self.layout, self.alone, self.virtual)
+
+
+DP1 = Run(alone=True)
+TP2, PP2 = Run(Layout(tensor=2)), Run(Layout(pipeline=2))
+OVERLAP = dict(bucket_size=20_000, overlap_grad_reduce=True, overlap_param_gather=True)
 MODELS = {
-    "dense": dict(family="qwen3", layers=4),
-    "tied": dict(family="qwen3", layers=4, tied=True),
-    "moe": dict(family="qwen3_moe", layers=4),
+    "dense": (
+        hf_config("qwen3", layers=4),
+        {"DP1": DP1, "another seed": Run(alone=True, seed=78), "DP2": Run(), "DP2 overlap": Run(ddp_options=OVERLAP)}
+        | {"TP2": TP2, "PP2": PP2, "PP2 VPP2": Run(Layout(pipeline=2), virtual=2)},
+    ),
+    "tied": (hf_config("qwen3", layers=4, tied=True), {"DP1": DP1, "TP2": TP2, "PP2": PP2}),
+    "moe": (
+        hf_config("qwen3_moe", layers=4),
+        {"DP1": DP1, "DP2": Run(), "EP2": Run(Layout(expert=2)), "TP2 SP": TP2, "PP2": PP2},
+    ),
 }
-ALONE = dict(alone=True)
-SMALL_BUCKETS = dict(ddp_options=dict(bucket_size=20_000, overlap_grad_reduce=True, overlap_param_gather=True))
-RUNS = {
-    "dense": {"DP1": (Layout(), ALONE), "DP2": (Layout(), {}), "DP2 overlap": (Layout(), SMALL_BUCKETS),
-              "TP2": (Layout(tensor=2), {}), "PP2": (Layout(pipeline=2), {}),
-              "PP2 VPP2": (Layout(pipeline=2), dict(virtual=2))},
-    "tied": {"DP1": (Layout(), ALONE), "TP2": (Layout(tensor=2), {}), "PP2": (Layout(pipeline=2), {})},
-    "moe": {"DP1": (Layout(), ALONE), "DP2": (Layout(), {}), "EP2": (Layout(expert=2), {}),
-            "TP2 SP": (Layout(tensor=2), {}), "PP2": (Layout(pipeline=2), {})},
-}  # fmt: skip
 
 
-def main() -> None:
+def main(results_file: str, folder: str) -> None:
     torch.set_num_threads(1)
-    results = {}
-    runs = [(name, run, *how) for name, layouts in RUNS.items() for run, how in layouts.items()]
-    runs.sort(key=lambda run: run[3] is not ALONE)  # worlds of one rank first: then one world of two for all the others
-    for name, run, layout, options in runs:
-        results[f"{name} {run}"] = three_steps(hf_config(**MODELS[name]), layout, **options)
+    results = {model: {} for model in MODELS}
+    for alone in (True, False):  # then one world of two ranks serves all other runs
+        for model, (hf, runs) in MODELS.items():
+            for name, run in runs.items():
+                if run.alone == alone:
+                    results[model][name] = three_steps(hf, run)
+                    if not alone:
+                        results[model][name]["misplaced"] = misplaced(hf, run, Path(folder, model))
     if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
+        Path(results_file).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def three_steps(hf, layout: Layout, alone: bool = False, virtual: int | None = None, ddp_options: dict | None = None) -> dict:
-    with process_groups(layout, alone, virtual):
-        job = build(hf, layout, virtual, ddp_options)
-        controller = sr.apply_param_rounding(job.optimizer, job.chunks, CONFIG)
+def three_steps(hf, run: Run) -> dict:
+    with run.process_groups():
+        job = run.build(hf)
+        config = sr.ParamRounding(mode="stochastic", seed=run.seed)
+        controller = sr.apply_param_rounding(job.optimizer, job.chunks, config)
         start, _ = logical_tensors(job)
-        for step in (1, 2, 3):
-            assert job.step(step)
+        job.steps(1, 2, 3)
         job.gather_params()
         main_params = full_main_params(job.optimizer)
         weights, differing = logical_tensors(job)
@@ -63,23 +81,45 @@ def three_steps(hf, layout: Layout, alone: bool = False, virtual: int | None = N
             "main": main_digests,
             "differing": differing + main_differing,
             "step": controller.step,
-            "parts": len(job.optimizer.chained_optimizers),
-            "recomputed_wrongly": recomputed_wrongly(job, main_params),
+            "recomputed wrongly": recomputed_wrongly(job, main_params, config),
         }
 
 
-def recomputed_wrongly(job: Job, main_params: dict) -> list[str]:
+def recomputed_wrongly(job: Job, main_params: dict, config: sr.ParamRounding) -> list[str]:
     """Keys of params that are not the C1 rounding of the main params, element by element from the public API."""
     wrong = []
     for param, identity in job.identities.items():
-        index, flat = global_indices(identity), main_params[param].view(-1)
+        index = global_indices(identity)
         whole = torch.zeros(int(index.max()) + 1)
-        whole[index] = flat
-        rounded = sr.round_to_(whole.bfloat16(), whole, noise=sr.Noise(CONFIG.seed, 3, identity.key))
+        whole[index] = main_params[param].view(-1)
+        rounded = sr.round_to_(whole.bfloat16(), whole, noise=sr.Noise(config.seed, 3, identity.key))
         if not torch.equal(rounded[index], param.detach().view(-1)):
             wrong.append(identity.key)
     return wrong
 
 
-if __name__ == "__main__":
-    main()
+def misplaced(hf, run: Run, checkpoint: Path) -> list[str]:
+    """Keys whose elements Megatron's distributed checkpointing moves elsewhere than `identify` says.
+
+    The first layout of a model saves its weights, which are filled by (key, global index); every other one loads them
+    and must find each element where its own fill puts it.
+    """
+    with run.process_groups():
+        job = run.build(hf)
+        if not _first_to_come(checkpoint):
+            filled = {param: param.detach().clone() for param in job.identities}
+            for param in job.identities:
+                param.data.zero_()
+            job.load_model(dist_checkpointing.load(job.model_state_dict(), str(checkpoint)))
+            return [identity.key for param, identity in job.identities.items() if not torch.equal(param, filled[param])]
+        dist_checkpointing.save(job.model_state_dict(), str(checkpoint))
+        return []
+
+
+def _first_to_come(folder: Path) -> bool:
+    first = not folder.exists()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return first

@@ -1,4 +1,7 @@
-"""Rank-side helpers of the Megatron tests: a tiny job whose weights and gradients depend only on (tensor key, index, step)."""
+"""Rank-side helpers of the Megatron tests: a tiny job whose weights and gradients depend only on (tensor key, index, step).
+
+Started through run_ranks.py, which installs the CPU host before megatron is imported here.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,6 @@ import contextlib
 import hashlib
 import zlib
 from dataclasses import dataclass, field
-
-from megatron_sr.megatron import host
-
-host.install()
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_sr.megatron.identity import Identity, identify
-from megatron_sr.megatron.model import Layout, gpt_model, transformer_config, wrap_ddp
+from megatron_sr.megatron.model import Layout, gpt_model, transformer_config
 
 LEARNING_RATE = 3e-5  # below half an ulp of most weights: rounding decides what changes
 
@@ -57,14 +56,26 @@ class Job:
     def __post_init__(self):
         self.identities = identify(self.chunks)
 
+    def model_state_dict(self) -> dict:
+        """The sharded state dict of the model, under the names that Megatron-LM's checkpointing uses."""
+        names = ["model"] if len(self.chunks) == 1 else [f"model{i}" for i in range(len(self.chunks))]
+        return {name: chunk.module.module.sharded_state_dict() for name, chunk in zip(names, self.chunks)}
+
+    def load_model(self, state: dict) -> None:
+        for name, chunk in zip(self.model_state_dict(), self.chunks):
+            chunk.module.module.load_state_dict(state[name])
+
     def state_dict(self, is_loading: bool, sharding: str) -> dict:
-        """A sharded state dict of model and optimizer, as Megatron-LM's checkpointing makes it."""
-        state = {f"model{i}": chunk.module.module.sharded_state_dict() for i, chunk in enumerate(self.chunks)}
-        if len(self.chunks) == 1:
-            state = {"model": state["model0"]}
+        """The sharded state dict of model and optimizer. sharding: Megatron's `distrib_optim_sharding_type`."""
+        state = self.model_state_dict()
         metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": True}
-        state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
-        return state
+        optimizer = self.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
+        return {**state, "optimizer": optimizer}
+
+    def steps(self, *numbers: int) -> None:
+        """Successful optimizer steps on the keyed gradients of these steps."""
+        for number in numbers:
+            assert self.step(number), f"step {number} was skipped"
 
     def step(self, number: int, poison: float = 0.0) -> bool:
         """One optimizer step on the keyed gradients of step `number`; `poison` is added to one element of each parameter."""
@@ -93,7 +104,8 @@ def build(hf, layout: Layout, virtual: int | None = None, ddp_options: dict | No
     models = [gpt_model(hf, config)] if virtual is None else [_virtual_stage(hf, config, v) for v in range(virtual)]
     for param, identity in identify(models).items():
         param.data.copy_(keyed_weight(identity).view_as(param))
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(ddp_options or {}))
+    ddp = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True) | (ddp_options or {})
+    ddp_config = DistributedDataParallelConfig(**ddp)
     chunks = [
         DistributedDataParallel(config, ddp_config, Float16Module(config, model), disable_bucketing=number > 0)
         for number, model in enumerate(models)
@@ -164,7 +176,9 @@ def logical_tensors(job: Job, values: dict | None = None) -> tuple[dict[str, str
     dist.all_gather_object(everyone, mine)
     whole, differing = {}, set()
     for key, index, bits in (piece for pieces in everyone for piece in pieces):
-        known = whole.setdefault(key, {"bits": torch.zeros(0, dtype=bits.dtype), "set": torch.zeros(0, dtype=torch.bool)})
+        known = whole.setdefault(
+            key, {"bits": torch.zeros(0, dtype=bits.dtype), "set": torch.zeros(0, dtype=torch.bool)}
+        )
         _grow(known, int(index.max()) + 1)
         replica = known["set"][index]
         if not torch.equal(known["bits"][index][replica], bits[replica]):
@@ -184,6 +198,3 @@ def _grow(known: dict, size: int) -> None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
-
-
-__all__ = ["Job", "Layout", "build", "global_indices", "logical_tensors", "process_groups", "wrap_ddp"]

@@ -1,0 +1,13 @@
+"""`torchrun ... tests/distributed/run_ranks.py MODULE ARGS...` calls MODULE.main(ARGS...) in every rank, on the CPU host.
+
+Distributed checkpointing spawns a helper process that imports the main module again: this one costs nothing to import.
+"""
+
+import importlib
+import sys
+
+if __name__ == "__main__":
+    from megatron_sr.megatron import host
+
+    host.install()
+    importlib.import_module(sys.argv[1]).main(*sys.argv[2:])

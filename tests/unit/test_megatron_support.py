@@ -1,0 +1,59 @@
+"""C6 without Megatron: the table of refusals, and layouts that do not fit the ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_sr.megatron.model import Layout
+from megatron_sr.megatron.support import check_supported
+
+SUPPORTED = dict(
+    fp16=False, bf16=True, optimizer="adam", use_distributed_optimizer=True, use_megatron_fsdp=False, use_torch_fsdp2=False,
+    use_precision_aware_optimizer=False, optimizer_cpu_offload=False, optimizer_cuda_graph=False,
+    fp8=None, fp8_param_gather=False, fp4=None, fp4_param_gather=False, qk_clip=False,
+)  # fmt: skip
+
+
+def test_the_supported_setting_passes():
+    check_supported(SimpleNamespace(**SUPPORTED))
+
+
+@pytest.mark.parametrize("field", SUPPORTED)
+def test_c6_each_unsupported_value_is_refused_alone(field):
+    """Naming a flag, its value, a reason and a way out."""
+    flipped = {"optimizer": "muon", "fp8": "hybrid", "fp4": "e2m1"}.get(field, not SUPPORTED[field])
+    with pytest.raises(ValueError, match=r"^--param-rounding stochastic does not work with --\S+ \S+: .+; .+nearest$"):
+        check_supported(SimpleNamespace(**SUPPORTED | {field: flipped}))
+
+
+def test_the_first_setting_that_has_a_field_answers():
+    optimizer_config = SimpleNamespace(bf16=True)
+    check_supported(optimizer_config, SimpleNamespace(**SUPPORTED | {"bf16": False}))
+    with pytest.raises(ValueError, match="--qk-clip on"):
+        check_supported(optimizer_config, SimpleNamespace(**SUPPORTED | {"qk_clip": True}))
+
+
+def test_an_unsuitable_optimizer_is_refused_for_its_own_reason_first():
+    """--use-torch-fsdp2 excludes --use-distributed-optimizer: advising to add the latter would help nobody."""
+    with pytest.raises(ValueError, match="--use-torch-fsdp2 on"):
+        check_supported(SimpleNamespace(**SUPPORTED | {"use_torch_fsdp2": True, "use_distributed_optimizer": False}))
+
+
+@pytest.mark.parametrize(
+    "layout, ranks, message",
+    [
+        (Layout(tensor=2, pipeline=2), 6, "needs a multiple of 4 ranks, but there are 6; change --nproc-per-node"),
+        (Layout(tensor=4), 2, "needs a multiple of 4 ranks, but there are 2"),
+        (Layout(expert=4), 2, "--expert-model-parallel-size 4 does not divide the 2 ranks"),
+    ],
+)
+def test_c6_ranks_that_a_layout_does_not_allow(layout, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        layout.data(ranks)
+
+
+def test_data_parallel_size_is_what_the_model_leaves():
+    assert Layout(tensor=2, pipeline=2).data(8) == 2
+    assert Layout(expert=2).data(2) == 2
