@@ -9,7 +9,7 @@ import torch
 
 from megatron_sr.rollout.digest import tensor_digest
 from megatron_sr.rollout.manifest import Manifest, TensorRecord
-from megatron_sr.rollout.packing import values_only
+from megatron_sr.rollout.packing import count_indistinct, values_only
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Held:
         """manifest: of the tensors `sent`, which are all of the model's, by Hugging Face name; views: those of the live model."""
         values, indistinct = {}, 0
         for name in {name for view in views if not view.bits for name in view.names}:
-            tensor, count = values_only(sent[name])
-            values[name] = tensor_digest(tensor) if count else manifest.tensors[name].digest
+            count = count_indistinct(sent[name])
+            values[name] = tensor_digest(values_only(sent[name])) if count else manifest.tensors[name].digest
             indistinct += count
         return cls(manifest, values, indistinct)
 
@@ -51,9 +51,7 @@ class Held:
                 if view.bits:
                     same = TensorRecord.of(live) == record
                 else:
-                    same = (
-                        tuple(live.shape) == record.shape and tensor_digest(values_only(live)[0]) == self.values[name]
-                    )
+                    same = tuple(live.shape) == record.shape and tensor_digest(values_only(live)) == self.values[name]
                 if not same:
                     wrong.add(name)
         return sorted(wrong)

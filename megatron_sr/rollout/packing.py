@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+_LARGEST_SUBNORMAL = 127 * 2.0**-133  # of BF16
 _PROBE_ROWS = 512  # identity rows per call: bounds the product to 512 x out_features
 
 
@@ -68,9 +69,12 @@ def probe_linear(linear: Callable[[torch.Tensor], torch.Tensor], in_features: in
     return torch.cat(columns, 1)
 
 
-def values_only(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A BF16 tensor with -0.0 and subnormals replaced by +0.0, and how many elements that changed."""
-    bits = tensor.contiguous().view(torch.int16)
-    lost = ((bits & 0x7F80) == 0) & (bits != 0)
-    count = int(lost.sum())
-    return (bits.masked_fill(lost, 0).view(torch.bfloat16) if count else tensor), count
+def values_only(tensor: torch.Tensor) -> torch.Tensor:
+    """A BF16 tensor with -0.0 and subnormals replaced by +0.0; all other bits, NaN's too, are kept."""
+    return torch.nn.functional.hardshrink(tensor, _LARGEST_SUBNORMAL)  # zero where |x| is at most that; one fast pass
+
+
+def count_indistinct(tensor: torch.Tensor) -> int:
+    """How many elements `values_only` changes."""
+    bits, kept = (t.contiguous().view(torch.int16) for t in (tensor, values_only(tensor)))
+    return int(torch.count_nonzero(bits) - torch.count_nonzero(kept))

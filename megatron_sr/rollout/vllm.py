@@ -215,7 +215,7 @@ class VLLMEngine:
                 problems.append(f"{name} has shape {list(tensor.shape)}, the model {list(self._shapes[name])}")
             if tensor.dtype != torch.bfloat16:
                 problems.append(f"{name} is {tensor.dtype}, the model torch.bfloat16")
-            elif not tensor.isfinite().all():
+            elif not all(bound.isfinite() for bound in torch.aminmax(tensor)):
                 problems.append(f"{name} has NaN or infinite elements")
         if problems:
             raise UpdateRefused(f"update refused, version {self._version} stays: {'; '.join(problems)}")

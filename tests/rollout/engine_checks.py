@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_sr.rollout import vllm_faults
 from megatron_sr.rollout.engine import SamplingConfig, UpdateRefused, WeightsUnverified
 from megatron_sr.rollout.manifest import Manifest
-from megatron_sr.rollout.packing import values_only
+from megatron_sr.rollout.packing import count_indistinct, values_only
 from megatron_sr.rollout.vllm import VLLMEngine
 from megatron_sr.rollout.vllm_readback import live_views
 from tests.tiny_models import make_checkpoint
@@ -86,12 +86,12 @@ def check_updates(engine, base):
         assert engine.weights_version() == report.version == version
         by_value = {name for view in views(engine) if not view.bits for name in view.names}
         assert set(report.value_verified) == by_value
-        assert report.indistinct == sum(values_only(weights[name])[1] for name in by_value)
+        assert report.indistinct == sum(count_indistinct(weights[name]) for name in by_value)
         for view in views(engine):
             for name, live in zip(view.names, view.read()):
                 sent = weights[name]
                 if not view.bits:
-                    sent, live = values_only(sent)[0], values_only(live)[0]
+                    sent, live = values_only(sent), values_only(live)
                 assert torch.equal(live.contiguous().view(torch.int16), sent.view(torch.int16)), name
         assert all(c.version == version for group in engine.generate(PROMPTS, SAMPLING, SEEDS) for c in group)
 

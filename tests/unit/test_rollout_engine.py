@@ -7,7 +7,7 @@ import torch
 
 from megatron_sr.rollout import vllm_environment
 from megatron_sr.rollout.engine import SamplingConfig, check_seeds
-from megatron_sr.rollout.packing import Permutation, probe_linear, values_only
+from megatron_sr.rollout.packing import Permutation, count_indistinct, probe_linear, values_only
 from megatron_sr.rollout.vllm import VLLMEngine
 from tests.tiny_models import hf_config
 
@@ -128,13 +128,13 @@ def test_c5_probing_a_linear_gives_its_weight_by_value():
     weight = bits.view(torch.bfloat16)
     weight = torch.where(weight.isfinite(), weight, torch.ones_like(weight))
     read = probe_linear(lambda x: torch.nn.functional.linear(x, weight), 1024)
-    (expected, lost), (found, _) = values_only(weight), values_only(read)
-    assert torch.equal(found.contiguous().view(torch.int16), expected.view(torch.int16))
-    assert lost == 1 + 2 * 127  # -0.0 and the subnormals of both signs
+    assert torch.equal(values_only(read).contiguous().view(torch.int16), values_only(weight).view(torch.int16))
+    assert count_indistinct(weight) == 1 + 2 * 127  # -0.0 and the subnormals of both signs
 
 
 def test_values_only_leaves_all_other_bits_alone():
-    tensor = torch.tensor([0x3F80, -0x8000, 0, 1, -0x7FFF, 0x7F, 0x80, -0x7F80], dtype=torch.int16).view(torch.bfloat16)
-    kept, lost = values_only(tensor)
-    assert kept.view(torch.int16).tolist() == [0x3F80, 0, 0, 0, 0, 0, 0x80, -0x7F80]
-    assert lost == 4
+    tensor = torch.tensor([0x3F80, -0x8000, 0, 1, -0x7FFF, 0x7F, 0x80, -0x7F80, 0x7FC1], dtype=torch.int16).view(
+        torch.bfloat16
+    )
+    assert values_only(tensor).view(torch.int16).tolist() == [0x3F80, 0, 0, 0, 0, 0, 0x80, -0x7F80, 0x7FC1]
+    assert count_indistinct(tensor) == 4
