@@ -13,9 +13,12 @@ KERNELS = "megatron_sr/kernels"
 
 # The instruction set is chosen at run time, so one build serves every x86-64 (and other) machine: only these files
 # may use more than the compiler's default target, and they are entered only where the processor has it.
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {
     "cpu_avx2.cpp": ["-mavx2"],
-    "cpu_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
+    "cpu_avx512.cpp": AVX512,
+    "adamw_avx2.cpp": ["-mavx2", "-mfma"],
+    "adamw_avx512.cpp": AVX512,
 }
 if platform.machine() not in ("x86_64", "AMD64"):
     INSTRUCTION_SETS = {}
@@ -69,6 +72,7 @@ setup(
                 "-fno-exceptions",
                 "-fvisibility=hidden",
                 "-ffp-contract=off",
+                "-fno-math-errno",
             ],
             extra_link_args=["-fopenmp"],
             language="c++",
