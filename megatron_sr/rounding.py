@@ -90,7 +90,7 @@ def round_segments_(
                 f"noises_and_segments: every noise must be a Noise, or every one None (nearest); found {noise!r}"
             )
         key, step = _key_and_step(noise)
-        for segment in _check_segments(segments, dst[i], src[i], i):
+        for segment in check_segments(segments, dst[i], src[i], i):
             table.add(i, segment, key, step)
     _launch(table.seal(), backend)
 
@@ -128,7 +128,7 @@ class RoundingPlan:
             if not isinstance(key, str):
                 raise TypeError(f"keys_and_segments[{i}]: the key must be a str, not {type(key).__name__}")
             words = philox_key(seed, key, stream)
-            for segment in _check_segments(segments, dst[i], src[i], i):
+            for segment in check_segments(segments, dst[i], src[i], i):
                 self._table.add(i, segment, words, 0)
         self._table.seal()
         self._backend = kernels.load(backend, dst[0].device) if dst else None
@@ -195,7 +195,7 @@ def _check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor], format: Forma
     return dst, src
 
 
-def _check_segments(segments, dst: torch.Tensor, src: torch.Tensor, i: int):
+def check_segments(segments, dst: torch.Tensor, src: torch.Tensor, i: int):
     """Yield the segments that are not empty; raise ValueError for one that leaves its tensors or the global indices."""
     numel = min(dst.numel(), src.numel())
     for segment in [segments] if isinstance(segments, Segment) else segments:

@@ -1,0 +1,4 @@
+// Without any instruction set beyond the compiler's default target.
+#include "adamw_core.h"
+
+const AdamWLevel* const msr_adamw_plain = &kLevel;
