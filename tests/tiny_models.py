@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 
-def hf_config(family: str = "qwen3", *, vocab=256, hidden=64, layers=2, heads=4, kv_heads=2, tied=False, experts=4):
+def hf_config(
+    family: str = "qwen3", *, vocab=256, hidden=64, layers=2, heads=4, kv_heads=2, tied=False, experts=4, moe_width=64
+):
     """A Hugging Face config with head size 32 (the least that vLLM's CPU attention takes)."""
     from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -34,7 +36,7 @@ def hf_config(family: str = "qwen3", *, vocab=256, hidden=64, layers=2, heads=4,
     if family == "qwen3_moe":
         return Qwen3MoeConfig(
             intermediate_size=128,
-            moe_intermediate_size=64,
+            moe_intermediate_size=moe_width,
             head_dim=32,
             num_experts=experts,
             num_experts_per_tok=2,

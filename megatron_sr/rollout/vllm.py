@@ -83,6 +83,7 @@ class VLLMEngine:
         self._end_tokens = _end_tokens(self._directory, config)
         worker = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self._runner = worker.model_runner
+        live_views(self._runner.get_model(), self._shapes)  # a layout that cannot be read back is refused now
         self._version = 0
         self._held: Held | None = None  # what was last sent; None: the checkpoint
         self._refusal: str | None = None
@@ -95,6 +96,8 @@ class VLLMEngine:
             raise WeightsUnverified(self._refusal)
         check_seeds(seeds, sampling.n, len(prompts))
         self._check_prompts(prompts, sampling)
+        if not prompts:
+            return []
         stop = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._end_tokens)
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],

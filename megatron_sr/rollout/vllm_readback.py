@@ -138,6 +138,15 @@ def _expert_views(path: str, module, shapes) -> Iterator[LiveView]:
 
 
 def _expert(held: torch.Tensor, isa: str | None, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """One expert's matrices. The kernel may pad the intermediate size: the rows of each part, or the columns of the down projection."""
+    """One expert's matrices, without the kernel's padding of the intermediate size (rows of each part, or columns of down)."""
     whole = held if isa is None else _expert_permutation(tuple(held.shape), isa).undo(held)
-    return [part[:rows, :columns] for part, (rows, columns) in zip(whole.chunk(len(shapes)), shapes)]
+    return [_without_padding(part, shape) for part, shape in zip(whole.chunk(len(shapes)), shapes)]
+
+
+def _without_padding(part: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The part proper; all of it, which then has a wrong shape, when the padding is not zero."""
+    rows, columns = shape
+    padding = part[rows:], part[:rows, columns:]
+    return (
+        part if any(torch.count_nonzero(p.contiguous().view(torch.int16)) for p in padding) else part[:rows, :columns]
+    )

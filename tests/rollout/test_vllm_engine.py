@@ -10,17 +10,18 @@ from tests.launch import ROOT, torchrun
 
 pytestmark = pytest.mark.rollout
 
-FAMILIES = ("dense", "tied-bias", "moe")
+FAMILIES = ("dense", "tied-bias", "moe", "moe-padded")
 CHECKS = {
     "checkpoint": FAMILIES,
     "updates": FAMILIES,
     "fresh-engine": FAMILIES,
     "prefix-cache": FAMILIES,
-    "refusals": FAMILIES,
+    "refusals": ("dense", "tied-bias", "moe"),
     "flipped-bits": FAMILIES,
-    "aborted-update": FAMILIES,
+    "aborted-update": ("dense", "tied-bias", "moe"),
     "faults-are-seen": ("tied-bias", "moe"),
     "sampling": ("dense",),
+    "amx-layouts": ("dense",),
 }
 
 
