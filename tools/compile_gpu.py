@@ -77,7 +77,7 @@ def _rounding(format, dtype, stochastic=True, scattered=False, cvt_rs=False) -> 
     from megatron_sr.kernels import triton_rounding
 
     constants = device.rounding(format, dtype, stochastic, cvt_rs)
-    arguments = triton_rounding.arguments(_chunks(), 0, constants, dtype, scattered)
+    arguments = triton_rounding.arguments(*_tables(), 0, constants, dtype, scattered)
     return Kernel(triton_rounding.round_chunks, arguments, 0 if scattered else _elements(format), 4 + dtype.itemsize)
 
 
@@ -89,15 +89,16 @@ def _adamw(grad=torch.float32, stochastic=True, scattered=False, remainders=Fals
     format, dtype = formats.BF16, torch.bfloat16
     constants = device.rounding(format, dtype, stochastic)
     update = adamw.make_update(1, 1e-3, (0.9, 0.999), 1e-8, 0.01)
-    arguments = triton_adamw.arguments(_chunks(), 0, last_step, update, constants, dtype, grad, remainders, scattered)
+    arguments = triton_adamw.arguments(*_tables(), 0, last_step, update, constants, dtype, grad, remainders, scattered)
     moved = (0 if grad is None else grad.itemsize + 16) + (8 if remainders else 10)
     return Kernel(triton_adamw.adamw_chunks, arguments, 0 if scattered else _elements(format), moved)
 
 
-def _chunks():
+def _tables():
+    """Stand-ins of the tables on the device."""
     from triton.runtime.jit import MockTensor
 
-    return MockTensor(torch.int64)
+    return MockTensor(torch.int64), MockTensor(torch.int32)
 
 
 def _elements(format) -> int:

@@ -169,6 +169,7 @@ class AdamWPlan:
         self._table.grads = _check_grads(grads, self._table.src)
         if self._backend is not None:
             _run(self._table, update, last_noise_step, self._backend)
+        self._table.grads = []  # they are not the plan's to keep
 
 
 def fused_adamw_step_(

@@ -5,23 +5,23 @@ Launch it with enable_fp_fusion=False: the multiply-adds that round once are wri
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from megatron_sr.kernels import triton_device as device
 from megatron_sr.kernels.adamw import AdamWTable, Update
-from megatron_sr.kernels.gpu_chunks import CHUNK, DeviceChunks
-from megatron_sr.kernels.table import DST, SRC, PieceTable
+from megatron_sr.kernels.gpu_chunks import CHUNK, DeviceTables
+from megatron_sr.kernels.table import PieceTable
 from megatron_sr.kernels.triton_device import draws, open_chunk, round_bits
 from megatron_sr.noise import signed
 
-_chunks = DeviceChunks()
+_tables = DeviceTables()
 
 
 @triton.jit(do_not_specialize=["step", "last_step"])
 def adamw_chunks(
+    pieces,
     chunks,
     step: tl.int64,
     last_step: tl.int64,
@@ -42,53 +42,54 @@ def adamw_chunks(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """AdamW and rounding of chunk number program_id.
+    """AdamW and rounding of chunk number program_id; see gpu_chunks.Launch for the tables.
 
-    chunks  [programs, 12] int64: addresses of (param, main param or remainder, grad, exp_avg, exp_avg_sq), then
-            gpu_chunks.COLUMNS.
-    GRAD    FP32, BF16, or None to round (params, remainders) again without a step.
+    The extra addresses are those of (grad, exp_avg, exp_avg_sq). GRAD is the gradient's type, or None to round (params,
+    remainders) again without a step and without extra addresses.
     """
     GROUP: tl.constexpr = 128 // F.random_bits
     TILE: tl.constexpr = BLOCK * GROUP
     MAIN: tl.constexpr = tl.int16 if REMAINDERS else tl.float32
-    row = chunks + tl.program_id(0).to(tl.int64) * 12
-    length, skip, place = open_chunk(row + 5, step, GROUP, SCATTERED)
+    program = tl.program_id(0)
+    row = pieces + tl.load(chunks + program).to(tl.int64) * (9 if GRAD is None else 12)
+    first, low, high, place = open_chunk(row, program, step, GROUP, SCATTERED, CHUNK)
     last_place = (place[0], place[1], place[2], place[3], place[4], place[5] + (last_step - step).to(tl.uint64))
-    param_at = tl.load(row) - skip * (F.width // 8)
-    main_at = tl.load(row + 1) - skip * (MAIN.primitive_bitwidth // 8)
+    param_at = tl.load(row) + first * (F.width // 8)
+    main_at = tl.load(row + 1) + first * (MAIN.primitive_bitwidth // 8)
     every_address = param_at | main_at
     param = param_at.to(tl.pointer_type(STORAGE))
     main = main_at.to(tl.pointer_type(MAIN))
     if GRAD is None:
         grad, exp_avg, exp_avg_sq = main, main, main
     else:
-        grad_at = tl.load(row + 2) - skip * (GRAD.primitive_bitwidth // 8)
-        exp_avg_at, exp_avg_sq_at = tl.load(row + 3) - skip * 4, tl.load(row + 4) - skip * 4
+        grad_at = tl.load(row + 9) + first * (GRAD.primitive_bitwidth // 8)
+        exp_avg_at = tl.load(row + 10) + first * 4
+        exp_avg_sq_at = tl.load(row + 11) + first * 4
         every_address = every_address | grad_at | exp_avg_at | exp_avg_sq_at
         grad = grad_at.to(tl.pointer_type(GRAD))
         exp_avg = exp_avg_at.to(tl.pointer_type(tl.float32))
         exp_avg_sq = exp_avg_sq_at.to(tl.pointer_type(tl.float32))
     update = (decay, average, beta2, square, root, eps, minus_step)
-    if (length == CHUNK) & ((every_address & 15) == 0) & (not SCATTERED):
+    if (low == 0) & (high == CHUNK) & ((every_address & 15) == 0) & (not SCATTERED):
         param, main, grad = tl.multiple_of(param, 16), tl.multiple_of(main, 16), tl.multiple_of(grad, 16)
         exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
-        for first in range(0, CHUNK, TILE):
-            i = first + tl.arange(0, TILE)
+        for at in range(0, CHUNK, TILE):
+            i = at + tl.arange(0, TILE)
             where = (param + i, main + i, grad + i, exp_avg + i, exp_avg_sq + i)
-            now, last = _two_draws(first, place, last_place, F, REMAINDERS and LAST_STOCHASTIC, SCATTERED, BLOCK, CHUNK)
+            now, last = _two_draws(at, place, last_place, F, REMAINDERS and LAST_STOCHASTIC, SCATTERED, BLOCK, CHUNK)
             _step_tile(where, None, update, now, last, F, GRAD, average_from_grad, REMAINDERS, LAST_STOCHASTIC)
     else:
-        for first in range(0, skip + length, TILE):
-            i = first + tl.arange(0, TILE)
+        for at in range(0, high, TILE):
+            i = at + tl.arange(0, TILE)
+            inside = (i >= low) & (i < high)
             where = (param + i, main + i, grad + i, exp_avg + i, exp_avg_sq + i)
-            inside = (i >= skip) & (i < skip + length)
-            now, last = _two_draws(first, place, last_place, F, REMAINDERS and LAST_STOCHASTIC, SCATTERED, BLOCK, CHUNK)
+            now, last = _two_draws(at, place, last_place, F, REMAINDERS and LAST_STOCHASTIC, SCATTERED, BLOCK, CHUNK)
             _step_tile(where, inside, update, now, last, F, GRAD, average_from_grad, REMAINDERS, LAST_STOCHASTIC)
 
 
 @triton.jit
 def _two_draws(
-    first,
+    at,
     place,
     last_place,
     F: tl.constexpr,
@@ -101,9 +102,9 @@ def _two_draws(
     now = tl.zeros([1], tl.uint32)
     last = now
     if F.stochastic:
-        now = draws(first, place, F.random_bits, SCATTERED, BLOCK, CHUNK)
+        now = draws(at, place, F.random_bits, SCATTERED, BLOCK, CHUNK)
     if LAST:
-        last = draws(first, last_place, F.random_bits, SCATTERED, BLOCK, CHUNK)
+        last = draws(at, last_place, F.random_bits, SCATTERED, BLOCK, CHUNK)
     return now, last
 
 
@@ -180,40 +181,34 @@ def saturate_at_bf16(bits):
 
 def step_table_(table: AdamWTable, update: Update, last_step: int | None) -> None:
     """AdamW and rounding of every piece."""
-    grad = table.grads[0].dtype
-    _launch(table, table.state_addresses(), [grad.itemsize, 4, 4], update, grad, last_step)
+    _launch(table, table.state_addresses(), update, table.grads[0].dtype, last_step)
 
 
 def recode_table_(table: PieceTable, last_step: int | None) -> None:
     """Round main params held as (params, remainders) again."""
     nothing = Update(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, False)
-    _launch(table, np.zeros((len(table.rows), 3), np.uint64), [0, 0, 0], nothing, None, last_step)
+    _launch(table, None, nothing, None, last_step)
 
 
-def _launch(
-    table: PieceTable, state, state_sizes: list[int], update: Update, grad: torch.dtype | None, last_step: int | None
-) -> None:
+def _launch(table: PieceTable, extra, update: Update, grad: torch.dtype | None, last_step: int | None) -> None:
     where = table.dst[0].device
     device.check_device(where)
+    if not len(table.rows):
+        return
     remainders = table.src[0].dtype == torch.int16
-    for dtype in {t.dtype for t in table.dst}:
-        chosen = [table.dst[i].dtype == dtype for i in table.tensor]
-        rows = table.rows[chosen]
-        if not len(rows):
-            continue
-        addresses = np.column_stack([rows[:, [DST, SRC]], state[chosen]])
-        sizes = [dtype.itemsize, table.src[0].element_size(), *state_sizes]
-        rounding = device.rounding(table.format, dtype, table.stochastic, device.use_cvt_rs(where))
-        grouped, scattered, step = _chunks.get(table, addresses, sizes, rows, 128 // table.format.random_bits, where)
-        with device.guard(where):
-            for chunks, is_scattered in ((grouped, False), (scattered, True)):
-                if len(chunks):
-                    adamw_chunks[(len(chunks),)](
-                        **arguments(chunks, step, last_step, update, rounding, dtype, grad, remainders, is_scattered)
-                    )
+    launch = _tables.get(table, where, extra)
+    with device.guard(where):
+        for (dtype, scattered), chunks in launch.chunks.items():
+            rounding = device.rounding(table.format, dtype, table.stochastic, device.use_cvt_rs(where))
+            adamw_chunks[(len(chunks),)](
+                **arguments(
+                    launch.pieces, chunks, launch.step, last_step, update, rounding, dtype, grad, remainders, scattered
+                )
+            )
 
 
 def arguments(
+    pieces,
     chunks,
     step: int,
     last_step: int | None,
@@ -224,8 +219,9 @@ def arguments(
     remainders: bool,
     scattered: bool,
 ) -> dict:
-    """What `adamw_chunks` is launched with. chunks: a tensor, or what stands for one in tools/compile_gpu.py."""
+    """What `adamw_chunks` is launched with. pieces, chunks: tensors, or stand-ins (tools/compile_gpu.py)."""
     return dict(
+        pieces=pieces,
         chunks=chunks,
         step=signed(step),
         last_step=signed(last_step or 0),

@@ -91,20 +91,25 @@ def guard(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @triton.jit
-def open_chunk(columns, step, GROUP: tl.constexpr, SCATTERED: tl.constexpr):
-    """Read a chunk's columns (gpu_chunks.COLUMNS).
+def open_chunk(row, program, step, GROUP: tl.constexpr, SCATTERED: tl.constexpr, CHUNK: tl.constexpr):
+    """Where a chunk lies in the piece whose row is given (gpu_chunks.Launch.pieces).
 
-    Returns (length, skip, place): its elements, how many elements of its first group come before them (addresses are
-    to be moved back by as many), and what `draws` needs: (start, offset, run, stride, key, step).
+    Returns (first, low, high, place): the chunk's elements i, low <= i < high, are elements first + i of the piece,
+    0 <= i < CHUNK; `first` may be negative, by less than a group. place is what `draws` needs: (start, offset, run,
+    stride, key, step), element i having global index start + q * stride + (offset + i) - q * run with q = (offset + i)
+    // run.
     """
-    length, start, offset = tl.load(columns).to(tl.int32), tl.load(columns + 1), tl.load(columns + 2)
-    run, stride, key = tl.load(columns + 3), tl.load(columns + 4), tl.load(columns + 5)
-    step = (step + tl.load(columns + 6)).to(tl.uint64)
-    if SCATTERED:
-        skip = length * 0
-    else:
-        skip = (start & (GROUP - 1)).to(tl.int32)
-    return length, skip, (start - skip, offset, run, stride, key, step)
+    length, start, stride, run = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    key, step = tl.load(row + 6), (step + tl.load(row + 7)).to(tl.uint64)
+    first = (program - tl.load(row + 8)) * CHUNK
+    if not SCATTERED:
+        first -= start & (GROUP - 1)
+    low = tl.maximum(-first, 0).to(tl.int32)
+    high = tl.minimum(length - first, CHUNK).to(tl.int32)
+    jumps = first * 0
+    if run < length:
+        jumps = first // run
+    return first, low, high, (start + jumps * stride, first - jumps * run, run, stride, key, step)
 
 
 @triton.jit
@@ -118,7 +123,7 @@ def draws(first, place, BITS: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.c
         return _draws_one_by_one(key, index, step, BITS)
     else:
         position = offset + first + tl.arange(0, BLOCK) * GROUP
-        if run >= CHUNK:  # the chunk meets at most one jump: no division
+        if run >= CHUNK:  # the chunk meets at most one jump, and no division is needed
             jumps = (position >= run).to(tl.uint32)
         else:
             jumps = position.to(tl.uint32) // run.to(tl.uint32)

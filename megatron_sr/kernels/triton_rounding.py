@@ -7,20 +7,17 @@ import triton
 import triton.language as tl
 
 from megatron_sr.kernels import triton_device as device
-from megatron_sr.kernels.gpu_chunks import CHUNK, DeviceChunks
-from megatron_sr.kernels.table import DST, SRC, PieceTable
-from megatron_sr.kernels.triton_device import (
-    draws,
-    open_chunk,
-    round_bits,
-)
+from megatron_sr.kernels.gpu_chunks import CHUNK, DeviceTables
+from megatron_sr.kernels.table import PieceTable
+from megatron_sr.kernels.triton_device import draws, open_chunk, round_bits
 from megatron_sr.noise import signed
 
-_chunks = DeviceChunks()
+_tables = DeviceTables()
 
 
 @triton.jit(do_not_specialize=["step"])
 def round_chunks(
+    pieces,
     chunks,
     step: tl.int64,
     F: tl.constexpr,
@@ -29,31 +26,31 @@ def round_chunks(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Round chunk number program_id. chunks: [programs, 9] int64, (dst, src) addresses and gpu_chunks.COLUMNS."""
+    """Round chunk number program_id; see gpu_chunks.Launch for the tables."""
     GROUP: tl.constexpr = 128 // F.random_bits
     TILE: tl.constexpr = BLOCK * GROUP
-    row = chunks + tl.program_id(0).to(tl.int64) * 9
-    length, skip, place = open_chunk(row + 2, step, GROUP, SCATTERED)
-    dst = tl.load(row) - skip * (F.width // 8)
-    src = tl.load(row + 1) - skip * 4
+    program = tl.program_id(0)
+    row = pieces + tl.load(chunks + program).to(tl.int64) * 9
+    first, low, high, place = open_chunk(row, program, step, GROUP, SCATTERED, CHUNK)
+    dst = tl.load(row) + first * (F.width // 8)
+    src = tl.load(row + 1) + first * 4
     to = dst.to(tl.pointer_type(STORAGE))
     of = src.to(tl.pointer_type(tl.uint32))
-    if (length == CHUNK) & (((dst | src) & 15) == 0) & (not SCATTERED):
+    if (low == 0) & (high == CHUNK) & (((dst | src) & 15) == 0) & (not SCATTERED):
         to, of = tl.multiple_of(to, 16), tl.multiple_of(of, 16)
-        for first in range(0, CHUNK, TILE):
-            _round_tile(to, of, first, None, place, F, SCATTERED, BLOCK, CHUNK)
+        for at in range(0, CHUNK, TILE):
+            _round_tile(to, of, at, None, place, F, SCATTERED, BLOCK, CHUNK)
     else:
-        for first in range(0, skip + length, TILE):
-            i = first + tl.arange(0, TILE)
-            inside = (i >= skip) & (i < skip + length)
-            _round_tile(to, of, first, inside, place, F, SCATTERED, BLOCK, CHUNK)
+        for at in range(0, high, TILE):
+            i = at + tl.arange(0, TILE)
+            _round_tile(to, of, at, (i >= low) & (i < high), place, F, SCATTERED, BLOCK, CHUNK)
 
 
 @triton.jit
 def _round_tile(
     to,
     of,
-    first,
+    at,
     inside,
     place,
     F: tl.constexpr,
@@ -61,10 +58,10 @@ def _round_tile(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    i = first + tl.arange(0, BLOCK * (128 // F.random_bits))
+    i = at + tl.arange(0, BLOCK * (128 // F.random_bits))
     bits = tl.load(of + i, mask=inside)
     if F.stochastic:
-        random = draws(first, place, F.random_bits, SCATTERED, BLOCK, CHUNK)
+        random = draws(at, place, F.random_bits, SCATTERED, BLOCK, CHUNK)
     else:
         random = bits
     tl.store(to + i, round_bits(bits, random, F).to(to.dtype.element_ty), mask=inside)
@@ -74,27 +71,19 @@ def round_table_(table: PieceTable) -> None:
     """Round every piece of the table."""
     where = table.dst[0].device
     device.check_device(where)
-    for dtype in {t.dtype for t in table.dst}:
-        chosen = [table.dst[i].dtype == dtype for i in table.tensor]
-        _launch(table, table.rows[chosen], dtype, where)
-
-
-def _launch(table: PieceTable, rows, dtype: torch.dtype, where: torch.device) -> None:
-    if not len(rows):
+    if not len(table.rows):
         return
-    rounding = device.rounding(table.format, dtype, table.stochastic, device.use_cvt_rs(where))
-    grouped, scattered, step = _chunks.get(
-        table, rows[:, [DST, SRC]], [dtype.itemsize, 4], rows, 128 // table.format.random_bits, where
-    )
+    launch = _tables.get(table, where)
     with device.guard(where):
-        for chunks, is_scattered in ((grouped, False), (scattered, True)):
-            if len(chunks):
-                round_chunks[(len(chunks),)](**arguments(chunks, step, rounding, dtype, is_scattered))
+        for (dtype, scattered), chunks in launch.chunks.items():
+            rounding = device.rounding(table.format, dtype, table.stochastic, device.use_cvt_rs(where))
+            round_chunks[(len(chunks),)](**arguments(launch.pieces, chunks, launch.step, rounding, dtype, scattered))
 
 
-def arguments(chunks, step: int, rounding: device.Rounding, dtype: torch.dtype, scattered: bool) -> dict:
-    """What `round_chunks` is launched with. chunks: a tensor, or what stands for one in tools/compile_gpu.py."""
+def arguments(pieces, chunks, step: int, rounding: device.Rounding, dtype: torch.dtype, scattered: bool) -> dict:
+    """What `round_chunks` is launched with. pieces, chunks: tensors, or stand-ins (tools/compile_gpu.py)."""
     return dict(
+        pieces=pieces,
         chunks=chunks,
         step=signed(step),
         F=rounding,

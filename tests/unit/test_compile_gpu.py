@@ -40,7 +40,8 @@ def report(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("name", [*BYTES, "round bf16 scattered"])
 def test_registers_hold_everything(report, name, target):
     assert report[name][target]["spill_bytes"] == 0
-    assert 16 <= report[name][target]["registers"] <= 128
+    # 65,536 registers a multiprocessor: three programs of 128 threads, each thread with 32 to 128 bytes under way.
+    assert 16 <= report[name][target]["registers"] <= 65536 // (3 * 128)
     # Rounding moves nothing between threads. AdamW's FP32 results go through shared memory on their way to wide stores.
     assert report[name][target]["shared_bytes"] == (4096 if name.startswith("adamw") else 0)
 

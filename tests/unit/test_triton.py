@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_sr import Noise, Segment, round_to_
-from megatron_sr.formats import BF16
+from megatron_sr.formats import BF16, E4M3
 from megatron_sr.kernels import triton_device
-from megatron_sr.kernels.gpu_chunks import CHUNK, cut
+from megatron_sr.kernels.gpu_chunks import CHUNK, DeviceTables, cut
 from megatron_sr.kernels.table import PieceTable
 from tests.unit import triton_cases
 
@@ -34,47 +34,50 @@ def test_interpreted(case, outcome):
     assert outcome[case] is None, outcome[case]
 
 
-@pytest.mark.parametrize("group", [8, 4])
-def test_chunks_cover_every_element_once_with_its_global_index(group):
-    """Random affine pieces: contiguous, short and long rows, aligned to Philox blocks and not; near 2**64 too."""
-    rng = np.random.default_rng(group)
-    for _ in range(60):
-        run = int(rng.choice([1, 3, 4, 8, 24, 100, 8192, 9001]))
-        segment = Segment(
-            local_start=int(rng.integers(0, 20)),
-            length=int(rng.integers(1, 4 * CHUNK)),
-            global_start=int(rng.choice([0, 8, 2**63 - 4])) + int(rng.choice([0, 3, 8])),
-            stride=run + int(rng.choice([0, 0, 5, 8, 4000])),
-            run=run,
-        )
-        table = PieceTable([torch.empty(0, dtype=torch.bfloat16)], [torch.empty(0)], BF16, stochastic=True)
+def make_table(segments: list[Segment], format=BF16) -> PieceTable:
+    """A table of one tensor pair with these pieces."""
+    numel = max(s.local_start + s.length for s in segments)
+    dst, src = torch.empty(numel, dtype=format.storage[0]), torch.empty(numel)
+    table = PieceTable([dst], [src], format, stochastic=True)
+    for segment in segments:
         table.add(0, segment, (7, 9), 11)
-        rows = table.seal().rows
-        addresses = np.array([[1 << 20, 1 << 30]], dtype=np.uint64)
-        grouped, scattered = cut(addresses, [2, 4], rows, group)
-        seen = 0
-        for kind, chunks in (("grouped", grouped), ("scattered", scattered)):
-            for dst, src, length, start, offset, run_, stride, key, step in chunks.astype(object):
-                assert dst == (1 << 20) + 2 * seen
-                assert src == (1 << 30) + 4 * seen
-                assert (key, step) == (9 << 32 | 7, 11)
-                i = np.arange(length, dtype=object)
-                q = (offset + i) // run_
-                index = (start % 2**64 + q * stride + (offset + i) - q * run_) % 2**64
-                assert index.tolist() == [segment.global_index(seen + int(j)) for j in (0, *i[1:])]
-                if (
-                    kind == "grouped"
-                ):  # what the kernel's layout needs: groups lie together, chunks end at a group's end
-                    skip = index[0] % group
-                    assert length + skip <= CHUNK
-                    assert skip == 0 or seen == 0
-                    first = index[(group - skip) % group :: group]
-                    assert all(g % group == 0 for g in first)
-                    assert run_ >= CHUNK or run_ % group == 0
-                    assert run_ >= CHUNK or offset + length + CHUNK < 2**32
-                seen += length
-        assert seen == segment.length
-        assert not len(grouped) or not len(scattered)
+    table = table.seal()
+    table.refresh()
+    return table
+
+
+@pytest.mark.parametrize("format, group", [(BF16, 8), (E4M3, 4)])
+def test_every_piece_has_the_chunks_it_needs(format, group):
+    """Random affine pieces: each one's chunks follow its first one; groups stay together in what is not scattered."""
+    rng = np.random.default_rng(group)
+    segments = []
+    for _ in range(300):
+        run = int(rng.choice([1, 3, 4, 8, 24, 100, 8192, 9001]))
+        stride, length = run + int(rng.choice([0, 0, 5, 8, 4000])), int(rng.integers(1, 4 * CHUNK))
+        segments.append(Segment(int(rng.integers(0, 20)), length, int(rng.integers(0, 3)) * 4 + 8, stride, run))
+    lists, first = cut(make_table(segments, format))
+    dtype = format.storage[0]
+    for piece, s in enumerate(segments):
+        together = s.contiguous or not (s.global_start % group or s.stride % group or s.run % group)
+        skip = s.global_start % group if s.contiguous else 0  # elements of the first group that are not the piece's
+        own = np.flatnonzero(lists[dtype, not together] == piece)
+        assert own.tolist() == list(range(first[piece], first[piece] + -(-(s.length + skip) // CHUNK)))
+        assert (dtype, together) not in lists or not (lists[dtype, together] == piece).any()
+
+
+def test_the_device_tables_follow_steps_without_a_copy_and_moved_storage_with_one():
+    table, tables = make_table([Segment(0, 9000, 3), Segment(9000, 5, 0)]), DeviceTables()
+    launch = tables.get(table, torch.device("cpu"))
+    table.set_step(2**64 - 1)
+    again = tables.get(table, torch.device("cpu"))
+    assert again.pieces is launch.pieces
+    assert (launch.step, again.step) == (11, 2**64 - 1)
+    assert all(again.chunks[kind] is launch.chunks[kind] for kind in launch.chunks)
+    table.src[0].data = torch.empty_like(table.src[0])
+    assert table.refresh()
+    moved = tables.get(table, torch.device("cpu"))
+    assert moved.pieces[:, 1].tolist() == [table.src[0].data_ptr(), table.src[0].data_ptr() + 36_000]
+    assert all(moved.chunks[kind] is launch.chunks[kind] for kind in launch.chunks)
 
 
 def test_c6_cpu_tensors_are_refused():

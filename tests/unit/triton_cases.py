@@ -11,6 +11,7 @@ import traceback
 import torch
 
 from megatron_sr import Noise, RoundingPlan, Segment, formats, round_segments_, round_to_
+from megatron_sr.kernels.gpu_chunks import CHUNK
 from tests.unit.values import adversarial, bits_of, random_patterns
 
 KEY = "decoder.layers.mlp.linear_fc1.weight"
@@ -80,6 +81,24 @@ def case_c1_segments_of_many_tensors_in_one_launch():
             out[backend] = dst
         for a, b in zip(out["triton"], out["reference"]):
             assert_equal(a, b, name)
+
+
+def case_c1_random_pieces():
+    """Rows of any length and distance, from anywhere, up to the largest indices, in pieces of up to two chunks."""
+    generator = torch.Generator().manual_seed(0)
+    any_of = lambda *values: values[torch.randint(len(values), (1,), generator=generator).item()]
+    src = inputs(3 * CHUNK)
+    for name in ("bf16", "e4m3"):
+        for _ in range(15):
+            run = any_of(1, 3, 4, 8, 24, 100, 8192, 9001)
+            start = any_of(0, 8, 2**35 - 16, 2**63 - 4, 2**64 - 2**31) + any_of(0, 3, 4, 8)
+            length = any_of(1, 60, 1000, CHUNK, CHUNK + 900)
+            segment = Segment(any_of(0, 1, 4, 11), length, start, run + any_of(0, 5, 8, 4000), run)
+            out = {}
+            for backend in ("reference", "triton"):
+                out[backend] = torch.zeros(len(src), dtype=formats.get(name).storage[0])
+                round_segments_(out[backend], src, [(NOISE, segment)], format=name, backend=backend)
+            assert_equal(out["triton"], out["reference"], (name, segment))
 
 
 def case_c1_plan_follows_steps_and_moved_storage():
