@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int64_t kTile = 1024;  // elements: 16 KB of FP32 tensors
+constexpr int64_t kTile = 256;  // elements; small, so that the tensors' streams pause but briefly while it is rounded
 
 struct Levels {
   RoundPiece round;
@@ -41,14 +41,14 @@ MSR_EXPORT void msr_adamw(const Piece* pieces, const uintptr_t (*state)[3], int6
   const AdamWLevel& adamw = *levels.adamw;
   const int64_t grad_bytes = launch->bf16_grad ? 2 : 4;
   const Launch last{launch->format, true, false};
-  const Launch now{launch->format, launch->stochastic != 0,
-                   !launch->remainders && total_length(pieces, count) >= kStreaming};
+  const Launch now{launch->format, launch->stochastic != 0, false};
   share_elements(pieces, count, threads, [&](int64_t i, int64_t from, int64_t to) {
     alignas(64) float buffer[kTile];
     alignas(64) uint16_t probed[kTile];
     const Piece& piece = pieces[i];
     for (int64_t n; from < to; from += n) {
-      n = std::min(to - from, kTile);
+      // After the first tile, tiles begin with a whole Philox block.
+      n = std::min(to - from, kTile - int64_t((piece.global_start + uint64_t(from)) & 7));
       float* main = const_cast<float*>(piece.src) + from;
       uint16_t* const param = reinterpret_cast<uint16_t*>(piece.dst) + from;
       int16_t* const remainder = reinterpret_cast<int16_t*>(const_cast<float*>(piece.src)) + from;

@@ -16,6 +16,15 @@ NOISE = Noise(seed=5, step=7, key="decoder.layers.self_attention.linear_qkv.weig
 LARGEST = 0x7F7F0000  # bits of the largest BF16 number
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: more threads would only wait for each other, and long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     if request.param == "reference":
