@@ -146,7 +146,7 @@ def _expert(held: torch.Tensor, isa: str | None, shapes: list[tuple[int, int]]) 
 def _without_padding(part: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """The part proper; all of it, which then has a wrong shape, when the padding is not zero."""
     rows, columns = shape
-    padding = part[rows:], part[:rows, columns:]
-    return (
-        part if any(torch.count_nonzero(p.contiguous().view(torch.int16)) for p in padding) else part[:rows, :columns]
-    )
+    for padding in (part[rows:], part[:rows, columns:]):
+        if torch.count_nonzero(padding.contiguous().view(torch.int16)):
+            return part
+    return part[:rows, :columns]
