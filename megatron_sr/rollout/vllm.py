@@ -35,7 +35,8 @@ class VLLMEngine:
 
     Build it after Megatron's process groups, on every rank: vLLM joins torch's default group, and each rank is an engine of its
     own. The environment it sets is named in `vllm_environment.import_vllm`. CUDA graphs and TorchInductor are off.
-    An update keeps the whole set of sent tensors in memory until it is loaded.
+    An update keeps the whole set of sent tensors in memory until it is verified. Run on CPU only so far: nothing here has been
+    tried on a GPU, where every rank's engine would also have to see its own device alone (CUDA_VISIBLE_DEVICES).
 
     Raises VLLMUnavailable (missing or unknown vLLM), FileNotFoundError, ValueError (dtype, family, sizes).
     """
