@@ -53,16 +53,17 @@ def recode_table_(table: PieceTable, last_step: int | None) -> None:
 
 
 def _launch(table: PieceTable, state, update: UpdateParams, bf16_grad: bool, last_step: int | None) -> None:
-    remainders = table.src[0].dtype == torch.int16
-    for dtype in {t.dtype for t in table.dst}:
-        chosen = [table.dst[i].dtype == dtype for i in table.tensor]
-        rows = table.rows[chosen]
-        addresses = None if state is None else state[chosen]
+    dtypes = {t.dtype for t in table.dst}
+    for dtype in dtypes:
+        rows, addresses = table.rows, state
+        if len(dtypes) > 1:
+            chosen = [table.dst[i].dtype == dtype for i in table.tensor]
+            rows, addresses = rows[chosen], None if state is None else state[chosen]
         launch = AdamWLaunch(
             cpu.format_params(table.format, dtype),
             update,
             bf16_grad,
-            remainders,
+            table.src[0].dtype == torch.int16,
             table.stochastic,
             last_step is not None,
             last_step or 0,

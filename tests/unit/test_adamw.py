@@ -225,6 +225,19 @@ def test_threads_do_not_matter():
     assert_same(one, run(state, "cpu"))
 
 
+def test_one_plan_may_store_a_format_in_different_dtypes():
+    """e8m5 in BF16, FP32, BF16: each tensor as it would be alone."""
+    states = [make_state(500 + i, i) for i in range(3)]
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16]
+    alone = [run(s, "cpu", "e8m5", Noise(1, 3, "w"), d, start=0) for s, d in zip(states, dtypes)]
+    params = [torch.zeros(len(s["main"]), dtype=d) for s, d in zip(states, dtypes)]
+    lists = params, *([s[name] for s in states] for name in ("main", "exp_avg", "exp_avg_sq"))
+    where = [("w", [Segment(0, len(p), 0)]) for p in params]
+    AdamWPlan(*lists, where, seed=1, format="e8m5").step_([s["grad"] for s in states], **SETTINGS)
+    for i, expected in enumerate(alone):
+        assert_same(dict(param=params[i]) | states[i], expected)
+
+
 def test_elements_outside_the_segments_are_left_alone():
     state, param = make_state(100), torch.zeros(100, dtype=torch.bfloat16)
     before = {name: t.clone() for name, t in state.items()}

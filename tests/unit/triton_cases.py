@@ -117,12 +117,37 @@ def case_c1_plan_follows_steps_and_moved_storage():
             assert_equal(a, b, step)
 
 
+def case_c1_one_plan_in_different_dtypes():
+    """e8m5 stored in BF16 and in FP32: one kernel launch for each."""
+    src = [inputs(900), inputs(700), inputs(100)]
+    where = [(NOISE, Segment(0, len(s), 5)) for s in src]
+    out = {}
+    for backend in ("reference", "triton"):
+        out[backend] = [
+            torch.zeros(len(s), dtype=d) for s, d in zip(src, (torch.bfloat16, torch.float32, torch.bfloat16))
+        ]
+        round_segments_(out[backend], src, where, format="e8m5", backend=backend)
+    for a, b in zip(out["triton"], out["reference"]):
+        assert_equal(a, b)
+
+
 def case_c1_dst_may_be_src():
     src = inputs(3000)
     expected, dst = torch.zeros_like(src), src.clone()
     round_to_(expected, src, noise=NOISE, format="e8m9", backend="reference")
     round_to_(dst, dst, noise=NOISE, format="e8m9", backend="triton")
     assert_equal(dst, expected)
+
+
+def case_c1_mxfp8_quantize():
+    """Through round_segments_: codes and scales of both axes, from FP32 and BF16."""
+    from megatron_sr import mxfp8
+
+    x = inputs(4096).view(64, 64)
+    for value, axis in ((x, -1), (x.bfloat16(), 0)):
+        one, other = (mxfp8.quantize(value, noise=NOISE, axis=axis, backend=b) for b in ("triton", "reference"))
+        assert_equal(one.data, other.data, axis)
+        assert_equal(one.scale, other.scale, axis)
 
 
 def case_c1_adamw():
