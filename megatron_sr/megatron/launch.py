@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import socket
 import sys
 from pathlib import Path
 
@@ -12,12 +14,14 @@ from megatron_sr.megatron import host
 def run_script(script: str | Path, argv: list[str]) -> None:
     """Run `script` as `python script *argv` would, with the plugin and, without CUDA, the CPU host installed.
 
-    Call it in every rank (under torchrun). When the script has ended well, the ranks wait for each other and leave their
-    process groups: gloo aborts ranks that exit with live ones. Raises FileNotFoundError, and whatever the script raises.
+    Call it in every rank (under torchrun); without a launcher it is a world of one rank. When the script has ended well,
+    the ranks wait for each other and leave their process groups: gloo aborts ranks that exit with live ones.
+    Raises FileNotFoundError, and whatever the script raises.
     """
     script = Path(script)
     if not script.is_file():
         raise FileNotFoundError(f"script {script} does not exist; give the path of a Megatron-LM pretrain script")
+    _default_to_one_rank()
     host.install()
     host.install_training()
     import megatron_sr.megatron.plugin  # noqa: F401
@@ -30,6 +34,14 @@ def run_script(script: str | Path, argv: list[str]) -> None:
         if stop.code not in (None, 0):
             raise
     _leave_process_groups()
+
+
+def _default_to_one_rank() -> None:
+    """Say what torchrun would say, if no launcher (torchrun, Slurm, MPI scripts) has said anything."""
+    if os.environ.keys().isdisjoint(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def _leave_process_groups() -> None:

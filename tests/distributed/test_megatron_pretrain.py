@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -31,26 +34,39 @@ FLAGS = shlex.split("""
 STOCHASTIC = ["--param-rounding", "stochastic", "--param-rounding-seed", "11"]
 
 
+LAUNCHER = ("megatron_sr", "run")  # python -m megatron_sr run SCRIPT
+PLUGIN = (ROOT / "tests/distributed/pretrain_with_plugin.py",)  # import megatron_sr.megatron.plugin
+
+
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory) -> dict:
     """What each run printed, and the folder with their checkpoints."""
     folder = tmp_path_factory.mktemp("pretrain")
 
-    def pretrain(name: str, way_in: str, *flags, check: bool = True):
-        script = ROOT / "tests/distributed" / way_in
-        return torchrun(1, script, SCRIPT, *FLAGS, "--save", folder / name, *flags, check=check)
+    def pretrain(name: str, way_in: tuple, *flags):
+        return torchrun(1, *way_in, SCRIPT, *FLAGS, "--save", folder / name, *flags)
 
     resume = ["--load", folder / "stochastic", "--ckpt-step", "2"]
     with ThreadPoolExecutor(2) as pool:
-        nearest = pool.submit(pretrain, "nearest", "pretrain_with_plugin.py")
-        stochastic = pool.submit(pretrain, "stochastic", "pretrain_with_launcher.py", *STOCHASTIC)
+        nearest = pool.submit(pretrain, "nearest", PLUGIN)
+        stochastic = pool.submit(pretrain, "stochastic", LAUNCHER, *STOCHASTIC)
         runs = {"nearest": nearest.result(), "stochastic": stochastic.result()}
-        resumed = pool.submit(pretrain, "resumed", "pretrain_with_plugin.py", *resume, *STOCHASTIC)
-        refused = pool.submit(
-            pretrain, "refused", "pretrain_with_launcher.py", *resume, *STOCHASTIC[:3], "12", check=False
-        )
+        resumed = pool.submit(pretrain, "resumed", PLUGIN, *resume, *STOCHASTIC)
+        refused = pool.submit(without_torchrun, *resume, *STOCHASTIC[:3], "12")
         runs |= {"resumed": resumed.result(), "refused": refused.result()}
     return {"folder": folder, **runs}
+
+
+def without_torchrun(*flags) -> subprocess.CompletedProcess:
+    """`python -m megatron_sr run SCRIPT ...`: a world of one rank."""
+    command = [sys.executable, "-m", *LAUNCHER, SCRIPT, *FLAGS, *flags]
+    rendezvous = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in rendezvous} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    return subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
 
 
 def losses(run) -> dict[int, float]:
@@ -100,4 +116,4 @@ def test_save_and_load_resume_bit_for_bit(outputs):
 
 def test_c6_another_seed_ends_the_run_with_the_reason(outputs):
     assert outputs["refused"].returncode != 0
-    assert "--param-rounding-seed 12 differs from the checkpoint's 11" in outputs["refused"].stdout
+    assert "--param-rounding-seed 12 differs from the checkpoint's 11" in outputs["refused"].stderr
