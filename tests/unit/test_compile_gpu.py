@@ -55,7 +55,7 @@ def test_each_byte_moves_once_in_wide_accesses(report, name, target):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_103"])
 def test_bf16_rounding_takes_few_instructions(report, target):
-    """A third of what an H100 issues in the time it moves 6 bytes (docs/numerics.md); Philox alone takes 9 of them."""
+    """Two fifths of what an H100 issues while it moves 6 bytes (docs/numerics.md); Philox alone takes 9 of them."""
     assert 9 < report["round bf16"][target]["instructions_per_element"] <= 24
 
 
