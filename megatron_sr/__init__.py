@@ -12,6 +12,7 @@ Importing this package imports torch, but neither Megatron-Core nor vLLM.
 from megatron_sr import formats, mxfp8
 from megatron_sr.config import ParamRounding
 from megatron_sr.coordinates import Segment
+from megatron_sr.kernels import adamw, remainder
 from megatron_sr.noise import Noise, random_bits
 from megatron_sr.rounding import RoundingPlan, round_segments_, round_to_
 from megatron_sr.version import __version__
@@ -22,10 +23,12 @@ __all__ = [
     "RoundingPlan",
     "Segment",
     "__version__",
+    "adamw",
     "apply_param_rounding",
     "formats",
     "mxfp8",
     "random_bits",
+    "remainder",
     "round_segments_",
     "round_to_",
 ]

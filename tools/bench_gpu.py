@@ -112,12 +112,14 @@ def bench_adamw(elements: int, rounds: int, device: torch.device) -> dict:
     held, remainder = param.clone(), torch.zeros(elements, dtype=torch.int16, device=device)
     with_remainders = AdamWPlan([held], [remainder], *moments, where, seed=1)
 
-    def step_with_remainders() -> None:
-        step = next(count)
-        with_remainders.step_([grad], step=step, last_noise_step=step_with_remainders.last, **SETTINGS)
-        step_with_remainders.last = step
+    last = None
 
-    step_with_remainders.last = None
+    def step_with_remainders() -> None:
+        nonlocal last
+        step = next(count)
+        with_remainders.step_([grad], step=step, last_noise_step=last, **SETTINGS)
+        last = step
+
     cases = {
         "torch fused AdamW + cast": Case(28 + 6, unfused),
         "fused, stochastic": Case(30, lambda: plan.step_([grad], step=next(count), **SETTINGS)),
