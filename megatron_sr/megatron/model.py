@@ -58,7 +58,9 @@ def transformer_config(hf, layout: Layout, dtype: torch.dtype = torch.bfloat16):
 
     families = ("qwen2", "qwen3", "qwen3_moe")
     if hf.model_type not in families:
-        raise ValueError(f"model_type {hf.model_type!r} is not one of {', '.join(families)}; use a model of these families")
+        raise ValueError(
+            f"model_type {hf.model_type!r} is not one of {', '.join(families)}; use a model of these families"
+        )
     for what, size, parts in (
         ("num_attention_heads", hf.num_attention_heads, layout.tensor),
         ("num_key_value_heads", hf.num_key_value_heads, layout.tensor),
@@ -67,18 +69,24 @@ def transformer_config(hf, layout: Layout, dtype: torch.dtype = torch.bfloat16):
         ("num_experts", getattr(hf, "num_experts", layout.expert), layout.expert),
     ):
         if size % parts:
-            raise ValueError(f"{what}={size} of the model cannot be split into {parts} equal parts; choose another layout")
+            raise ValueError(
+                f"{what}={size} of the model cannot be split into {parts} equal parts; choose another layout"
+            )
     is_moe = hf.model_type == "qwen3_moe"
-    moe = dict(
-        num_moe_experts=hf.num_experts,
-        moe_ffn_hidden_size=hf.moe_intermediate_size,
-        moe_router_topk=hf.num_experts_per_tok,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_grouped_gemm=False,
-        moe_router_pre_softmax=False,
-        expert_model_parallel_size=layout.expert,
-    ) if is_moe else {}
+    moe = (
+        dict(
+            num_moe_experts=hf.num_experts,
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none",
+            moe_grouped_gemm=False,
+            moe_router_pre_softmax=False,
+            expert_model_parallel_size=layout.expert,
+        )
+        if is_moe
+        else {}
+    )
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -102,7 +110,6 @@ def transformer_config(hf, layout: Layout, dtype: torch.dtype = torch.bfloat16):
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        variable_seq_lengths=layout.pipeline > 1,
         use_cpu_initialization=not torch.cuda.is_available(),
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
@@ -140,7 +147,9 @@ def wrap_ddp(model, config):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+    )
     ddp = DistributedDataParallel(config, ddp_config, Float16Module(config, model))
     ddp.broadcast_params()
     return ddp

@@ -35,7 +35,7 @@ class PostTraining:
         self.parity = {"syncs": 0, "tensors": 0, "mismatched_tensors": 0}
         self.sampling = SamplingConfig(
             n=args.completions,
-            temperature=args.temperature,
+            temperature=1.0,  # the loss and the gap are of the distribution that was sampled
             max_tokens=args.max_completion_tokens,
             min_tokens=args.max_completion_tokens if task.ignore_eos else 0,
             ignore_eos=task.ignore_eos,

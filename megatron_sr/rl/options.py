@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--iterations", type=int, default=40)
     p.add_argument("--metrics", type=Path, default=None, help="JSONL file that gets a line an iteration")
     p.add_argument("--quiet", action="store_true", help="no progress lines")
+    p.add_argument("--verbose", action="store_true", help="show the start-up messages of torch, Megatron and vLLM")
     add_flags(p)
 
     g = p.add_argument_group("optimizer")
@@ -40,7 +41,6 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--micro-batch-size", type=int, default=64, help="sequences in one forward pass of a rank")
     g.add_argument("--max-prompt-tokens", type=int, default=16)
     g.add_argument("--max-completion-tokens", type=int, default=4)
-    g.add_argument("--temperature", type=float, default=1.0)
     g.add_argument("--clip-low", type=float, default=0.2)
     g.add_argument("--clip-high", type=float, default=0.28)
     g.add_argument("--dual-clip", type=float, default=3.0)

@@ -12,6 +12,7 @@ import sys
 import traceback
 
 from megatron_sr.rl import options
+from megatron_sr.rl.quiet import quiet_libraries
 
 BAD_INPUT = (ValueError, FileNotFoundError, ImportError)
 
@@ -20,6 +21,8 @@ def build(args):
     """Process groups, policy, rounding and engine of this rank, as a `PostTraining`. Raises BAD_INPUT for what cannot work."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     options.check(args, world_size)
+    if not args.verbose:
+        quiet_libraries()
 
     from transformers import AutoConfig, AutoTokenizer
 

@@ -74,6 +74,7 @@ class VLLMEngine:
                 generation_config="vllm",  # sampling is what the caller says, not what the checkpoint suggests
                 dtype=dtype,
                 enforce_eager=True,
+                use_tqdm_on_load=False,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,

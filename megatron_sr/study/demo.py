@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, default=BASE, help="base model (default: the one in examples/rlvr_arithmetic)"
     )
-    parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--gain", type=float, default=0.005, help="target = the base's exact reward + this gain")
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--gain", type=float, default=0.003, help="target = the base's exact reward + this gain")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
 
