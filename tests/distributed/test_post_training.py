@@ -1,0 +1,178 @@
+"""The whole job on real gloo ranks: Megatron trains, a vLLM engine in each rank generates; layouts, interruption, resume, real text."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_sr.rl.metrics import read_metrics
+from tests.launch import ROOT, torchrun
+from tests.tiny_models import byte_tokenizer, make_checkpoint
+
+pytestmark = [pytest.mark.distributed, pytest.mark.rollout]
+
+BASE = ROOT / "examples" / "rlvr_arithmetic" / "base"
+SMALL = ["--prompts", 16, "--completions", 4, "--eval-prompts", 64, "--micro-batch-size", 8, "--seed", 5]
+# What is measured in seconds differs between any two runs, and a resumed job syncs once more; all else must be equal bit for bit.
+NOT_COMPARED = ("seconds", "sync_seconds", "parity")
+
+
+def job(*flags, metrics, model=BASE, **kwargs):
+    """Run the job on two ranks and return its metrics records."""
+    torchrun(2, "megatron_sr.rl.train", "--model", model, "--metrics", metrics, "--quiet", *SMALL, *flags, **kwargs)
+    return read_metrics(metrics)
+
+
+def comparable(records):
+    return [{k: v for k, v in r.items() if k not in NOT_COMPARED} for r in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Four iterations in one go, data parallel, stochastic."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    flags = ["--param-rounding", "stochastic", "--iterations", 4, "--save", folder / "checkpoints"]
+    return job(*flags, metrics=folder / "metrics.jsonl"), folder
+
+
+def test_c5_every_sync_is_verified_and_training_moves_the_weights(uninterrupted):
+    records, _ = uninterrupted
+    assert [r["iteration"] for r in records] == [0, 1, 2, 3, 4]
+    # 5 syncs (one before the first rollouts) x 25 tensors x 2 ranks
+    assert records[-1]["parity"] == {"syncs": 5, "tensors": 250, "mismatched_tensors": 0}
+    assert [r["rollout_version"] for r in records[1:]] == [1, 2, 3, 4]
+    unchanged = [fraction for _, fraction in records[1]["unchanged_after_steps"]]
+    assert 1 > unchanged[0] > unchanged[1] > unchanged[2] > unchanged[3] > 0.9
+    assert records[1]["drift_k3"] == 0.0  # the first rollouts come from the base itself
+    assert records[4]["drift_k3"] > 0.0
+    assert all(0 < r["logprob_gap_mean"] < 0.02 for r in records[1:])
+
+
+def test_killed_rank_ends_the_job_and_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path):
+    expected, reference = uninterrupted
+    metrics, checkpoints = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    flags = ["--param-rounding", "stochastic", "--save", checkpoints]
+    output, seconds = kill_rank_after(
+        2, "--model", BASE, "--metrics", metrics, "--quiet", *SMALL, *flags, "--iterations", 4000, "--save-interval", 2,
+        checkpoint=checkpoints / "iter_0000002",
+    )  # fmt: skip
+    assert seconds < 60, f"the surviving rank took {seconds:.0f} s to end"
+    assert "Signal 9 (SIGKILL)" in output, output[-3000:]  # the cause is on the terminal
+
+    # Resume where the first checkpoint left off: what came after it is lost and made again.
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = job(*flags, "--load", checkpoints, "--iterations", 4, metrics=tmp_path / "resumed.jsonl")
+    assert [r["iteration"] for r in resumed] == [3, 4]
+    assert comparable(resumed) == comparable(expected)[3:]
+    assert saved_weights(checkpoints / "iter_0000004") == saved_weights(reference / "checkpoints" / "iter_0000004")
+
+    # Another seed or mode would silently change the noise: refused, naming the flag.
+    for wrong, message in (
+        (["--param-rounding-seed", 6], "--param-rounding-seed"),
+        (["--param-rounding", "nearest"], "--param-rounding"),
+    ):
+        done = torchrun(
+            2, "megatron_sr.rl.train", "--model", BASE, "--quiet", *SMALL, *flags, "--load", checkpoints, "--iterations", 5,
+            *wrong, check=False,
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert "megatron-sr: error:" in done.stdout, done.stdout[-3000:]
+        assert message in done.stdout.split("megatron-sr: error:")[1].splitlines()[0]
+
+
+def kill_rank_after(nproc, *flags, checkpoint):
+    """Start the job, SIGKILL rank 1 once `checkpoint` exists; returns (what was printed, seconds until all had ended)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    command += ["-m", "megatron_sr.rl.train", *map(str, flags)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        deadline = time.monotonic() + 150
+        while not checkpoint.is_dir():
+            assert process.poll() is None, process.communicate()[0][-3000:]
+            assert time.monotonic() < deadline, "no checkpoint after 150 s"
+            time.sleep(0.1)
+        workers = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
+        assert len(workers) == 1
+        started = time.monotonic()
+        workers[0].send_signal(signal.SIGKILL)
+        output = process.communicate(timeout=90)[0]
+        assert process.returncode != 0
+        return output, time.monotonic() - started
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+
+
+def saved_weights(directory):
+    """Digests of all tensors of a distributed checkpoint, and its loop state."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    from megatron_sr.rollout.manifest import Manifest
+
+    tensors = dist_checkpointing.load_plain_tensors(str(directory))
+    named = {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}
+    assert len(named) > 20
+    manifest = Manifest.of(sorted(named.items()), version=0)
+    return manifest.tensors, json.loads((directory / "loop_state.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"], ids=["TP2", "PP2"]
+)
+def test_dense_layouts(layout, uninterrupted, tmp_path):
+    expected, _ = uninterrupted
+    records = job(layout, 2, "--param-rounding", "stochastic", "--iterations", 1, metrics=tmp_path / "m.jsonl")
+    assert records[-1]["parity"] == {"syncs": 2, "tensors": 100, "mismatched_tensors": 0}
+    # Same base, same seeds: the same rollouts, whatever the layout; gradients differ in the last bits only.
+    assert records[0]["exact_reward"] == pytest.approx(expected[0]["exact_reward"], abs=2e-4)
+    assert records[1]["sampled_reward"] == expected[1]["sampled_reward"]
+    for (step, fraction), (_, other) in zip(records[1]["unchanged_after_steps"], expected[1]["unchanged_after_steps"]):
+        assert fraction == pytest.approx(other, abs=0.01), f"step {step}"
+
+
+def test_moe_with_expert_parallelism(tmp_path):
+    moe = make_checkpoint(tmp_path / "moe", "qwen3_moe", vocab=64, hidden=64)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (moe / name).write_bytes((BASE / name).read_bytes())
+    records = job(
+        "--expert-model-parallel-size", 2, "--param-rounding", "stochastic", "--iterations", 2,
+        model=moe, metrics=tmp_path / "m.jsonl",
+    )  # fmt: skip
+    assert records[-1]["parity"]["mismatched_tensors"] == 0
+    assert records[-1]["unchanged"] < 1
+    # A random MoE routes differently in two kernels, so the gap is wider than a dense model's; a corrupt reload shows 10 x more.
+    assert all(r["logprob_gap_mean"] < 0.02 for r in records[1:])
+
+
+def test_real_problems_with_chat_template_and_end_of_sequence(tmp_path):
+    """Two iterations on text: loader, chat template, lengths that vary, end-of-sequence tokens, padding, math-verify."""
+    tokenizer = byte_tokenizer()
+    model = make_checkpoint(tmp_path / "bytes", "qwen3", vocab=264)
+    tokenizer.save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    (model / "config.json").write_text(json.dumps(config))
+    shared = ROOT.parent / "shared" / "data" / "math-1460.jsonl"
+    problems = shared if shared.exists() else ROOT / "tests" / "data" / "problems.jsonl"
+    records = job(
+        "--task", f"jsonl:{problems}", "--iterations", 2, "--param-rounding", "stochastic", "--prompts", 8, "--mini-batches", 2,
+        "--max-prompt-tokens", 300, "--max-completion-tokens", 120, "--lr", "1e-4",
+        model=model, metrics=tmp_path / "m.jsonl",
+    )  # fmt: skip
+    assert [r["iteration"] for r in records] == [0, 1, 2]
+    assert "exact_reward" not in records[1]
+    # A random model over 264 tokens meets the end-of-sequence token within 120 with probability 0.37: lengths vary.
+    assert 5 < records[1]["completion_tokens"] < 119
+    assert all(0.0 <= r["sampled_reward"] <= 1.0 for r in records[1:])
+    assert records[-1]["parity"]["mismatched_tensors"] == 0
+    assert all(r["logprob_gap_mean"] < 0.02 for r in records[1:])
