@@ -137,7 +137,8 @@ def compile_kernel(kernel: Kernel, capability: int) -> dict:
 
     Returns registers, spill_bytes and shared_bytes; for kernels with a loop over whole chunks also instructions and
     bytes per element in it and the widest access in bytes; fused_multiply_adds, flush_to_zero and cvt_rs count
-    instructions of PTX that must be there, or must not, for equality with the CPU.
+    instructions of PTX that must be there, or must not, for equality with the CPU; fusion says whether the assembler may
+    fuse further multiplications and additions.
     """
     with stand_in_gpu(capability):
         compiled = kernel.function.warmup(**kernel.arguments, grid=(1,))
@@ -154,6 +155,7 @@ def compile_kernel(kernel: Kernel, capability: int) -> dict:
         shared_bytes=compiled.metadata.shared,
         fused_multiply_adds=len(re.findall(r"\bfma\.rn\.f32", ptx)),
         flush_to_zero=len(re.findall(r"\.ftz\b", ptx)),
+        fusion=compiled.metadata.enable_fp_fusion,
         cvt_rs=len(re.findall(r"\bcvt\.rs\b", ptx)),
     )
     if kernel.elements:

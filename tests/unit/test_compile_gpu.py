@@ -65,6 +65,7 @@ def test_arithmetic_is_that_of_the_source(report, target):
     for name in BYTES:
         fused = 2 * 8 * 2 if name.startswith("adamw") else 0
         assert report[name][target]["fused_multiply_adds"] == fused, name
+        assert not (fused and report[name][target]["fusion"]), name
         assert report[name][target]["flush_to_zero"] == 0, name
 
 

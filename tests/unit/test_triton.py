@@ -54,6 +54,7 @@ def test_every_piece_has_the_chunks_it_needs(format, group):
     for _ in range(300):
         run = int(rng.choice([1, 3, 4, 8, 24, 100, 8192, 9001]))
         stride, length = run + int(rng.choice([0, 0, 5, 8, 4000])), int(rng.integers(1, 4 * CHUNK))
+        length = int(rng.choice([length, CHUNK, 2 * CHUNK - 2]))  # the last two need one chunk more if a group is cut
         segments.append(Segment(int(rng.integers(0, 20)), length, int(rng.integers(0, 3)) * 4 + 8, stride, run))
     lists, first = cut(make_table(segments, format))
     dtype = format.storage[0]

@@ -89,11 +89,13 @@ def case_c1_random_pieces():
     any_of = lambda *values: values[torch.randint(len(values), (1,), generator=generator).item()]
     src = inputs(3 * CHUNK)
     for name in ("bf16", "e4m3"):
+        segments = [Segment(1, CHUNK, 3), Segment(0, CHUNK, 2**63 + 1)]  # a cut group, which takes a second chunk
         for _ in range(15):
             run = any_of(1, 3, 4, 8, 24, 100, 8192, 9001)
             start = any_of(0, 8, 2**35 - 16, 2**63 - 4, 2**64 - 2**31) + any_of(0, 3, 4, 8)
             length = any_of(1, 60, 1000, CHUNK, CHUNK + 900)
-            segment = Segment(any_of(0, 1, 4, 11), length, start, run + any_of(0, 5, 8, 4000), run)
+            segments.append(Segment(any_of(0, 1, 4, 11), length, start, run + any_of(0, 5, 8, 4000), run))
+        for segment in segments:
             out = {}
             for backend in ("reference", "triton"):
                 out[backend] = torch.zeros(len(src), dtype=formats.get(name).storage[0])
