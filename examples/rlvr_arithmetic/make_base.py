@@ -4,7 +4,7 @@
 
 Supervised fine-tuning with 30 % of the target digits replaced by random ones: greedy decoding is then right nearly always, while a
 sampled answer is right with probability ~0.3. RL sharpens such a policy, and its exact expected reward shows even the small steps
-of a learning rate of 1e-6. About eight minutes on one core; --moe makes a Qwen3-MoE of the same kind.
+of a learning rate of 1e-6. About eight minutes on one core.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="$", pad_token="$", unk_token="$")
 
 
-def make_config(moe: bool):
-    """Qwen3 (410k parameters) or Qwen3-MoE (4 experts, 2 active) with head size 32, the least vLLM's CPU attention takes."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
+def make_config():
+    """Qwen3 (410k parameters) with head size 32, the least vLLM's CPU attention takes."""
+    from transformers import Qwen3Config
 
-    common = dict(
+    return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         num_hidden_layers=2,
@@ -54,17 +54,6 @@ def make_config(moe: bool):
         rms_norm_eps=1e-6,
         attention_dropout=0.0,
         initializer_range=0.02,
-    )
-    if not moe:
-        return Qwen3Config(**common)
-    return Qwen3MoeConfig(
-        **common,
-        moe_intermediate_size=128,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
     )
 
 
@@ -87,7 +76,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--noise", type=float, default=0.3, help="fraction of target digits that are randomised")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--moe", action="store_true")
     args = parser.parse_args()
 
     from transformers import AutoModelForCausalLM
@@ -95,7 +83,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     task = AdditionTask(tokenizer)
-    model = AutoModelForCausalLM.from_config(make_config(args.moe))
+    model = AutoModelForCausalLM.from_config(make_config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, betas=(0.9, 0.99))
     generator = torch.Generator().manual_seed(args.seed + 1)
     held_out = as_tensors(task.evaluation_set(512))

@@ -27,10 +27,16 @@ class ExactReward:
         return total.item() / len(self.tokens)
 
     @torch.no_grad()
-    def of_weights(self, model: torch.nn.Module, state_dict: dict[str, torch.Tensor]) -> float:
-        """The score of `state_dict` (Hugging Face names) in FP32, by transformers' own model (see `fp32_reference`)."""
-        model.load_state_dict(state_dict, strict=not model.config.tie_word_embeddings)
-        log_probs = model(input_ids=self.tokens[:, :-1], use_cache=False).logits.log_softmax(-1)
+    def of_weights(self, hf_config, state_dict: dict[str, torch.Tensor]) -> float:
+        """The score of `state_dict` (Hugging Face names) in FP32, by transformers' own model of `hf_config`."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        # from_pretrained, not load_state_dict: it also stacks the experts, as transformers keeps them in memory.
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        model = cls.from_pretrained(None, config=hf_config, state_dict=state_dict, dtype=torch.float32)
+        log_probs = model.eval()(input_ids=self.tokens[:, :-1], use_cache=False).logits.log_softmax(-1)
         picked = log_probs.gather(-1, self.tokens[:, 1:, None]).squeeze(-1)
         return (picked * self.mask).sum(1).exp().mean().item()
 
@@ -46,10 +52,3 @@ def answer_batch(examples: list[Example], pad_id: int, multiple: int) -> tuple[t
         tokens[i, : len(sequence)] = torch.tensor(sequence)
         mask[i, len(e.prompt_ids) - 1 : len(sequence) - 1] = 1
     return tokens, mask
-
-
-def fp32_reference(hf_config) -> torch.nn.Module:
-    """transformers' own FP32 model of `hf_config` for `ExactReward.of_weights`."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()

@@ -11,7 +11,7 @@ from megatron_sr.megatron.main_params import full_main_params
 from megatron_sr.rl import checkpoint
 from megatron_sr.rl.advantages import dr_grpo_advantages
 from megatron_sr.rl.drift import k3
-from megatron_sr.rl.evaluation import ExactReward, fp32_reference
+from megatron_sr.rl.evaluation import ExactReward
 from megatron_sr.rl.loss import Clipping
 from megatron_sr.rl.metrics import MetricsLog, progress_line
 from megatron_sr.rl.rollouts import Rollouts, generate, prompt_seeds
@@ -43,10 +43,9 @@ class PostTraining:
         )
         self.is_writer = dist.get_rank() == 0
         self.log = MetricsLog(args.metrics if self.is_writer else None)
-        self.exact = self.reference = None
+        self.exact = None
         if task.has_exact_reward:
             self.exact = ExactReward(task.evaluation_set(args.eval_prompts), self.pad_id, policy.sequence_multiple)
-            self.reference = fp32_reference(policy.hf_config) if self.is_writer else None
 
     def run(self) -> None:
         """Load if asked, then iterate to the end, saving on the way. Collective."""
@@ -169,7 +168,7 @@ class PostTraining:
             if main_params:
                 weights = dict(self.policy.export(full_main_params(self.policy.optimizer)))
                 if self.is_writer:
-                    record["exact_reward_main_params"] = self.exact.of_weights(self.reference, weights)
+                    record["exact_reward_main_params"] = self.exact.of_weights(self.policy.hf_config, weights)
         return record
 
     def _report(self, record: dict) -> None:

@@ -12,8 +12,7 @@ CHATTY = (
 
 
 def quiet_libraries() -> None:
-    """Raise the log level of chatty loggers to ERROR, unless the user has set the environment's own switches. Before importing them."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Raise the log level of chatty loggers to ERROR, and vLLM's unless VLLM_LOGGING_LEVEL is set. Before importing them."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -102,11 +102,10 @@ def main() -> None:
 
 
 def _fail() -> None:
-    print(
-        f"megatron-sr: rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}",
-        file=sys.stderr,
-        flush=True,
-    )
+    rank, error = os.environ.get("RANK", "0"), traceback.format_exc()
+    if "by peer" in error.splitlines()[-1]:  # gloo: "Connection reset by peer", "Connection closed by peer"
+        error = "another rank has ended: its own message says why\n"
+    print(f"megatron-sr: rank {rank} failed:\n{error}", end="", file=sys.stderr, flush=True)
     _end(1)
 
 

@@ -85,7 +85,7 @@ def _run_arm(args: argparse.Namespace, mode: str) -> int:
         "-m", "megatron_sr.rl.train", "--model", args.model, "--task", "addition", "--iterations", args.iterations,
         "--param-rounding", mode, "--lr", "1e-6", "--seed", args.seed, "--metrics", args.out / "metrics.jsonl",
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return subprocess.run([str(part) for part in command], env=environment).returncode
 
 

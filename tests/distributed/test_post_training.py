@@ -113,17 +113,17 @@ def kill_rank_after(nproc, *flags, checkpoint):
 
 
 def saved_weights(directory):
-    """Digests of all tensors of a distributed checkpoint, and its loop state."""
+    """Digests of all tensors of a distributed checkpoint (weights, main params, moments), and its loop state."""
     import torch
-    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     from megatron_sr.rollout.manifest import Manifest
 
-    tensors = dist_checkpointing.load_plain_tensors(str(directory))
-    named = {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}
-    assert len(named) > 20
-    manifest = Manifest.of(sorted(named.items()), version=0)
-    return manifest.tensors, json.loads((directory / "loop_state.json").read_text())
+    dcp_to_torch_save(directory, directory.parent / "plain.pt")
+    tensors = torch.load(directory.parent / "plain.pt", weights_only=False)
+    named = sorted((k, v) for k, v in tensors.items() if isinstance(v, torch.Tensor))
+    assert {str(v.dtype) for _, v in named} >= {"torch.bfloat16", "torch.float32"}
+    return Manifest.of(named, version=0).tensors, json.loads((directory / "loop_state.json").read_text())["iteration"]
 
 
 @pytest.mark.parametrize(
@@ -141,16 +141,18 @@ def test_dense_layouts(layout, uninterrupted, tmp_path):
 
 
 def test_moe_with_expert_parallelism(tmp_path):
-    moe = make_checkpoint(tmp_path / "moe", "qwen3_moe", vocab=64, hidden=64)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (moe / name).write_bytes((BASE / name).read_bytes())
+    moe = tmp_path / "moe"
+    subprocess.run(
+        [sys.executable, ROOT / "examples/rlvr_arithmetic/make_moe.py", "--base", BASE, "--out", moe], check=True
+    )
     records = job(
         "--expert-model-parallel-size", 2, "--param-rounding", "stochastic", "--iterations", 2,
         model=moe, metrics=tmp_path / "m.jsonl",
     )  # fmt: skip
     assert records[-1]["parity"]["mismatched_tensors"] == 0
+    assert records[0]["exact_reward"] > 0.2  # the upcycled model can add
     assert records[-1]["unchanged"] < 1
-    # A random MoE routes differently in two kernels, so the gap is wider than a dense model's; a corrupt reload shows 10 x more.
+    # A MoE routes differently in two kernels, so the gap is wider than a dense model's; a corrupt reload shows 10 x more.
     assert all(r["logprob_gap_mean"] < 0.02 for r in records[1:])
 
 
