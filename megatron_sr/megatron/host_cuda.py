@@ -10,6 +10,7 @@ import functools
 from types import SimpleNamespace
 
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -135,6 +136,9 @@ def _is_cuda(device) -> bool:
 
 def _redirect_factories() -> None:
     """`torch.zeros(..., device="cuda")` makes a CPU tensor."""
+    # `with torch.device("meta"):` knows the factories by identity and lists them when first used: it must list the originals, or
+    # the context has no effect any more (transformers' from_pretrained then leaves rotary frequencies uninitialised).
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _with_cpu_device(getattr(torch, name)))
 

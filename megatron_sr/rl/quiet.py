@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 
 CHATTY = (
     "torch.utils.cpp_extension",  # "No CUDA runtime is found" wherever a CUDA toolkit lies about
     "megatron.core",  # deprecations aimed at Megatron's own developers
+    "vllm",  # "Triton is installed, but doesn't include CPU backend"
 )
 
 
 def quiet_libraries() -> None:
-    """Raise the log level of chatty loggers to ERROR, and vLLM's unless VLLM_LOGGING_LEVEL is set. Before importing them."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    """Only errors from the loggers above. Before importing their libraries."""
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -50,6 +50,9 @@ def test_c5_every_sync_is_verified_and_training_moves_the_weights(uninterrupted)
     assert 1 > unchanged[0] > unchanged[1] > unchanged[2] > unchanged[3] > 0.9
     assert records[1]["drift_k3"] == 0.0  # the first rollouts come from the base itself
     assert records[4]["drift_k3"] > 0.0
+    # FP32 through transformers, BF16 through Megatron: two forward passes of one policy.
+    for r in (records[0], records[4]):
+        assert r["exact_reward_main_params"] == pytest.approx(r["exact_reward"], abs=1e-3)
     assert all(0 < r["logprob_gap_mean"] < 0.02 for r in records[1:])
 
 
@@ -151,6 +154,7 @@ def test_moe_with_expert_parallelism(tmp_path):
     )  # fmt: skip
     assert records[-1]["parity"]["mismatched_tensors"] == 0
     assert records[0]["exact_reward"] > 0.2  # the upcycled model can add
+    assert records[0]["exact_reward_main_params"] == pytest.approx(records[0]["exact_reward"], abs=2e-3)
     assert records[-1]["unchanged"] < 1
     # A MoE routes differently in two kernels, so the gap is wider than a dense model's; a corrupt reload shows 10 x more.
     assert all(r["logprob_gap_mean"] < 0.02 for r in records[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from megatron_sr.megatron import host, launch
 from megatron_sr.megatron.fused_adam import FusedAdam
+from tests.launch import ROOT
 
 
 def test_install_does_nothing_with_cuda(monkeypatch):
@@ -26,6 +28,19 @@ def test_install_after_megatron_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", sys)
     with pytest.raises(RuntimeError, match=r"call install\(\) first"):
         host.install()
+
+
+def test_device_contexts_still_work_on_the_host():
+    """`with torch.device("meta")` lost its effect when it first met the host's wrappers: from_pretrained gave garbage."""
+    code = """
+from megatron_sr.megatron import host_cuda
+host_cuda.install()
+import torch
+with torch.device("meta"):
+    assert torch.zeros(2).device.type == torch.arange(3).device.type == torch.empty_like(torch.ones(1)).device.type == "meta"
+assert torch.zeros(2, device="cuda").device.type == torch.ones(1).to("cuda:0").device.type == "cpu"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_missing_script_is_named():
