@@ -119,7 +119,7 @@ def _pictures(arms: dict, summaries: dict[str, ArmSummary], target: float) -> di
     return {
         "reward": (
             figures.reward_curves(arms, target),
-            "The policy that generates. Dots: the FP32 main params behind it.",
+            "The policy that generates. Marks: the FP32 main params behind it.",
         ),
         "sticking": (
             figures.sticking_bars({mode: s.sticking for mode, s in summaries.items()}),

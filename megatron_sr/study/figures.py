@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_sr.study.sticking import PAPER_TABLE_1
 
 COLOURS = {"nearest": "#c44e52", "stochastic": "#2a78b5"}
+MARKERS = {"nearest": ("x", 7), "stochastic": ("o", 7)}  # both visible where they coincide
 
 
 def _axes(title: str, xlabel: str, ylabel: str):
@@ -24,13 +25,15 @@ def _series(records: list[dict], key: str) -> tuple[list, list]:
 
 
 def reward_curves(arms: dict[str, list[dict]], target: float):
-    """Exact expected reward of the BF16 policy (lines) and of its FP32 main params (dots) against the iteration."""
+    """Exact expected reward of the BF16 policy (lines) and of its FP32 main params (marks) against the iteration."""
     figure, axes = _axes("Expected reward of the policy that rolls out (BF16)", "iteration", "exact expected reward")
     for mode, records in arms.items():
         axes.plot(*_series(records, "exact_reward"), color=COLOURS[mode], lw=2, label=f"{mode}: BF16 weights")
+        marker, size = MARKERS[mode]
         axes.plot(
             *_series(records, "exact_reward_main_params"),
-            "o",
+            marker,
+            ms=size,
             color=COLOURS[mode],
             mfc="none",
             label=f"{mode}: its FP32 main params",
@@ -61,9 +64,9 @@ def sticking_bars(sticking: dict[str, list[float]]):
     for i, (label, colour, values) in enumerate(rows):
         steps = range(1, len(values) + 1)
         axes.bar([s + (i - (len(rows) - 1) / 2) * width for s in steps], values, width, color=colour, label=label)
-    axes.set_ylim(min(min(values) for _, _, values in rows) - 1.5, 100)
+    axes.set_ylim(min(min(values) for _, _, values in rows) - 1.5, 101.5)
     axes.set_xticks(range(1, 5))
-    axes.legend(frameon=False, ncols=2, loc="lower left", fontsize=8)
+    axes.legend(frameon=False, ncols=4, loc="upper center", fontsize=8)
     return figure
 
 
