@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_sr.rl import options
 from megatron_sr.rl.metrics import read_metrics
 from megatron_sr.study import figures
 from megatron_sr.study.report import write_report
@@ -46,11 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run both arms, write and print the comparison; returns 0, or 1 with the reason printed."""
+    """Run both arms, write and print the comparison; returns 0, 1 with the reason printed, or 2 for bad input."""
     started = time.time()
-    if args.out.exists():
-        shutil.rmtree(args.out)
-    args.out.mkdir(parents=True)
+    try:
+        options.check(options.parser().parse_args(_flags(args, "stochastic")), args.ranks)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"megatron-sr demo: error: {error}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # the runs append; all other files are written anew
     for mode in MODES:
         code = _run_arm(args, mode)
         if code:
@@ -80,13 +84,16 @@ def main(args: argparse.Namespace) -> int:
 def _run_arm(args: argparse.Namespace, mode: str) -> int:
     """One torchrun job; its progress lines go to the terminal. Returns its exit code."""
     print(f"\n== {mode} ==  (Megatron-Core and vLLM start: about 20 seconds)", flush=True)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}",
-        "-m", "megatron_sr.rl.train", "--model", args.model, "--task", "addition", "--iterations", args.iterations,
-        "--param-rounding", mode, "--lr", "1e-6", "--seed", args.seed, "--metrics", args.out / "metrics.jsonl",
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+    command += ["-m", "megatron_sr.rl.train", *_flags(args, mode)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.run([str(part) for part in command], env=environment).returncode
+    return subprocess.run(command, env=environment).returncode
+
+
+def _flags(args: argparse.Namespace, mode: str) -> list[str]:
+    """The job's flags of one arm."""
+    flags = ["--model", args.model, "--task", "addition", "--param-rounding", mode, "--lr", "1e-6", "--seed", args.seed]
+    return [str(flag) for flag in (*flags, "--iterations", args.iterations, "--metrics", args.out / "metrics.jsonl")]
 
 
 def _total_parity(arms: dict[str, list[dict]]) -> dict:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from megatron_sr import cli
 from megatron_sr.study import demo, figures
 from megatron_sr.study.report import write_report
 from megatron_sr.study.sticking import unchanged_fraction
@@ -97,3 +98,17 @@ def test_every_figure_draws(mode):
         assert draw(arms).axes[0].lines
     bars = figures.sticking_bars({mode: [99.0, 98.0, 97.0, 96.0]})
     assert len(bars.axes[0].patches) == 12  # this run, paper BF16 and paper FP16, four steps each
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "no/base"], "--model no/base: no config.json there"),
+        (["--ranks", "3"], "--prompts 64 cannot be shared by --mini-batches 4 x 3 data-parallel ranks"),
+        (["--iterations", "0"], "--iterations 0 must be at least 1"),
+    ],
+)
+def test_demo_refuses_bad_input_before_it_starts_anything(flags, message, tmp_path, capsys):
+    assert cli.main(["demo", "--out", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
