@@ -152,7 +152,7 @@ def _run(table: PieceTable, backend) -> None:
     table.refresh()
     backend.round_table_(table)
     # Kernels write through addresses: tell autograd that the tensors have changed.
-    torch.autograd.graph.increment_version([t for t in table.dst if not t.is_inference()])
+    torch.autograd.graph.increment_version(table.versioned)
 
 
 def _key_and_step(noise: Noise | None) -> tuple[tuple[int, int], int]:

@@ -88,10 +88,9 @@ def chosen_level() -> int:
 
 def round_table_(table: PieceTable) -> None:
     """Round every piece of the table, with as many threads as torch uses."""
-    dtypes = {t.dtype for t in table.dst}
-    for dtype in dtypes:
+    for dtype in table.dtypes:
         rows = table.rows
-        if len(dtypes) > 1:
+        if len(table.dtypes) > 1:
             rows = rows[[table.dst[i].dtype == dtype for i in table.tensor]]
         params = format_params(table.format, dtype)
         library.msr_round(

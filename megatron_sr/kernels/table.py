@@ -25,10 +25,14 @@ class PieceTable:
     tensor    [pieces] int64: which tensor pair a piece belongs to.
     offset    [pieces] int64: its first element there.
     stochastic  whether to draw, or round to nearest.
+    dtypes    the storage dtypes of dst.
+    versioned  those of dst whose changes autograd counts.
     """
 
     def __init__(self, dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], format: Format, stochastic: bool):
         self.dst, self.src, self.format, self.stochastic = list(dst), list(src), format, stochastic
+        self.dtypes = {t.dtype for t in self.dst}
+        self.versioned = [t for t in self.dst if not t.is_inference()]
         self._pieces: list[tuple] = []
         self._signature = [_signature(t) for t in self.dst + self.src]
         self._addresses: list[int] | None = None
