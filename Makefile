@@ -21,7 +21,7 @@ $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "megatron-sr: $(PYTHON) is not on the PATH. Install Python 3.12, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "megatron-sr: needs Python 3.12 (megatron-core 0.19 and vLLM are tested there), but $(PYTHON) is `$(PYTHON) --version`. Install it (pyenv install 3.12, or apt install python3.12 python3.12-venv), or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@command -v c++ >/dev/null || { echo "megatron-sr: no C++ compiler (c++) on the PATH. Install one: apt install g++"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "megatron-sr: $(PYTHON) cannot make a virtual environment. Install its venv module: apt install python3.12-venv"; exit 1; }
 
 $(STAMP): $(VENV)/bin/python $(wildcard requirements/*.txt) setup.py $(KERNEL)
 	@echo "megatron-sr: setting up $(VENV): torch, megatron-core, vLLM for CPUs (about 6.5 GB, a few minutes) ..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from megatron_sr.version import __version__
 
@@ -37,6 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "demo":
         return demo.main(args)
+    if not Path(args.script).is_file():
+        print(
+            f"megatron-sr run: error: {args.script}: there is no such file; give the path of a Megatron-LM script",
+            file=sys.stderr,
+        )
+        return 2
     from megatron_sr.megatron.launch import run_script
 
     run_script(args.script, args.arguments)

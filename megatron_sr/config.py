@@ -33,8 +33,8 @@ class ParamRounding:
 
     def __post_init__(self):
         _one_of("--param-rounding", self.mode, MODES)
-        _one_of("--param-rounding-format", self.format, FORMATS)
-        _one_of("--param-rounding-noise", self.noise, NOISES)
+        _one_of("format", self.format, FORMATS)
+        _one_of("noise", self.noise, NOISES)
         _in_range("--param-rounding-seed", self.seed, 0, SEED_MAX)
         _in_range("stream", self.stream, 0, 2**32 - 1)
 

@@ -18,13 +18,13 @@ import torch
 from megatron_sr.config import ParamRounding
 
 KEY = "param_rounding"
-_WAY_OUT = "or start a new run from its weights alone with --finetune (the optimizer state is not loaded)"
+_WAY_OUT = "or start a new run from its weights alone, without the optimizer state (Megatron-LM: --finetune)"
 _FLAGS = {
     "mode": "--param-rounding",
     "seed": "--param-rounding-seed",
-    "format": "--param-rounding-format",
-    "noise": "--param-rounding-noise",
-    "stream": "stream",
+    "format": "ParamRounding format",
+    "noise": "ParamRounding noise",
+    "stream": "ParamRounding stream",
 }
 
 

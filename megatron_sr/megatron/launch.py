@@ -21,7 +21,7 @@ def run_script(script: str | Path, argv: list[str]) -> None:
     script = Path(script)
     if not script.is_file():
         raise FileNotFoundError(f"script {script} does not exist; give the path of a Megatron-LM pretrain script")
-    _default_to_one_rank()
+    default_to_one_rank()
     host.install()
     host.install_training()
     import megatron_sr.megatron.plugin  # noqa: F401
@@ -36,7 +36,7 @@ def run_script(script: str | Path, argv: list[str]) -> None:
     _leave_process_groups()
 
 
-def _default_to_one_rank() -> None:
+def default_to_one_rank() -> None:
     """Say what torchrun would say, if no launcher (torchrun, Slurm, MPI scripts) has said anything."""
     if os.environ.keys().isdisjoint(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         with socket.create_server(("127.0.0.1", 0)) as server:

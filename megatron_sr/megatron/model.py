@@ -54,13 +54,12 @@ def transformer_config(hf, layout: Layout, dtype: torch.dtype = torch.bfloat16):
 
     Raises ValueError for an architecture outside the Qwen2, Qwen3 and Qwen3-MoE families, and for sizes the layout cannot split.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     families = ("qwen2", "qwen3", "qwen3_moe")
     if hf.model_type not in families:
         raise ValueError(
             f"model_type {hf.model_type!r} is not one of {', '.join(families)}; use a model of these families"
         )
+    _check_function(hf)
     for what, size, parts in (
         ("num_attention_heads", hf.num_attention_heads, layout.tensor),
         ("num_key_value_heads", hf.num_key_value_heads, layout.tensor),
@@ -88,6 +87,8 @@ def transformer_config(hf, layout: Layout, dtype: torch.dtype = torch.bfloat16):
         else {}
     )
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -119,6 +120,35 @@ def transformer_config(hf, layout: Layout, dtype: torch.dtype = torch.bfloat16):
         apply_rope_fusion=False,
         **moe,
     )
+
+
+def _check_function(hf) -> None:
+    """Raise ValueError for a field of the config that changes the function and that `transformer_config` does not carry over.
+
+    Equal weights would then be another model in the trainer than in the engine, and no comparison of bits would show it.
+    """
+    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    supported = {
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
+        "hidden_act": (hf.hidden_act, "silu"),
+        "use_sliding_window": (bool(getattr(hf, "use_sliding_window", False)), False),
+        "layer_types": (sorted(set(getattr(hf, "layer_types", None) or [])) or ["full_attention"], ["full_attention"]),
+    }
+    if hf.model_type != "qwen2":  # Qwen2 has biases in its attention, always
+        supported["attention_bias"] = (bool(getattr(hf, "attention_bias", False)), False)
+    if hf.model_type == "qwen3_moe":
+        supported |= {
+            "norm_topk_prob": (hf.norm_topk_prob, True),
+            "mlp_only_layers": (list(hf.mlp_only_layers or []), []),
+            "decoder_sparse_step": (hf.decoder_sparse_step, 1),
+        }
+    for field, (value, only) in supported.items():
+        if value != only:
+            raise ValueError(
+                f"config.json has {field}={value!r}, but the Megatron model built here computes {field}={only!r}: trainer and engine "
+                f"would be two different models; use a model with {field}={only!r}"
+            )
 
 
 def gpt_model(hf, config):

@@ -13,12 +13,20 @@ def load_base(directory: Path) -> dict[str, torch.Tensor]:
     Raises FileNotFoundError when there is none, ValueError for a tensor that is not BF16 (rounding it here would start
     the trainer and the engine from different bits).
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"--model {directory}: no *.safetensors there; save the model with save_pretrained")
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    tensors = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except SafetensorError as error:
+            raise ValueError(
+                f"--model {directory}: {file.name} cannot be read ({error}); copy or save it again"
+            ) from None
     for name, tensor in tensors.items():
         if tensor.dtype != torch.bfloat16:
             raise ValueError(

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_sr.megatron.main_params import full_main_params
+from megatron_sr.rollout.manifest import Manifest
+
 LATEST = "latest_checkpointed_iteration.txt"  # Megatron's own name for it
 STATE = "loop_state.json"
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -34,11 +37,14 @@ def save(root: Path, policy, loop_state: dict) -> Path:
         partial.mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(_sharded_state_dict(policy, is_loading=False), str(partial))
+    loop_state = {**loop_state, "digests": _digests(policy)}
     dist.barrier()
     if dist.get_rank() == 0:
         (partial / STATE).write_text(json.dumps(loop_state, indent=1))
-        shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():  # moved aside first: a kill in between must not leave neither
+            directory.rename(root / f"old_{iteration:07d}")
         partial.rename(directory)
+        shutil.rmtree(root / f"old_{iteration:07d}", ignore_errors=True)
         pointer = root / f".{LATEST}"
         pointer.write_text(str(iteration))
         pointer.rename(root / LATEST)
@@ -52,14 +58,43 @@ def read_loop_state(root: Path) -> dict:
         raise FileNotFoundError(
             f"--load {root}: no checkpoint there ({LATEST} is missing); give the folder that --save wrote to"
         )
-    return json.loads((_directory(root, int((root / LATEST).read_text())) / STATE).read_text())
+    try:
+        state = json.loads((_directory(root, int((root / LATEST).read_text())) / STATE).read_text())
+        missing = {"iteration", "seed", "task", "settings", "parity", "digests"} - state.keys()
+    except (ValueError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"--load {root}: {LATEST} or the {STATE} that it leads to is damaged ({error}); use an older checkpoint"
+        ) from None
+    if missing:
+        raise ValueError(
+            f"--load {root}: {STATE} lacks {', '.join(sorted(missing))}; it was not written by this version's --save"
+        )
+    return state
 
 
 def load(root: Path, policy) -> None:
-    """Load the newest checkpoint into `policy`; collective."""
+    """Load the newest checkpoint into `policy`; collective.
+
+    Raises ValueError when the weights or main params that came back are not those that were saved (a damaged file).
+    """
     from megatron.core import dist_checkpointing
 
     directory = _directory(root, int((root / LATEST).read_text()))
     state = dist_checkpointing.load(_sharded_state_dict(policy, is_loading=True), str(directory))
     policy.gpt.load_state_dict(state["model"])
     policy.optimizer.load_state_dict(state["optimizer"])
+    saved, found = read_loop_state(root)["digests"], _digests(policy)
+    damaged = [name for name in saved if saved[name] != found[name]]
+    if damaged:
+        raise ValueError(
+            f"--load {root}: the {' and '.join(damaged)} in {directory.name} are not those that were saved (a damaged file?); "
+            f"write the number of an older iteration to {LATEST}, or copy the checkpoint again"
+        )
+
+
+def _digests(policy) -> dict[str, str]:
+    """Digests of the whole model's weights and FP32 main params, equal in every layout; collective."""
+    return {
+        "weights": Manifest.of(policy.export(), version=0).digest,
+        "main params": Manifest.of(policy.export(full_main_params(policy.optimizer)), version=0).digest,
+    }

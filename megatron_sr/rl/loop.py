@@ -19,6 +19,8 @@ from megatron_sr.rl.tasks import iteration_generator
 from megatron_sr.rollout.engine import SamplingConfig
 from megatron_sr.study.sticking import unchanged_fraction
 
+# What a resumed run must share with the saved one to equal it; a difference is announced, not refused.
+SETTINGS = ("lr", "clip_grad", "prompts", "completions", "mini_batches", "max_prompt_tokens", "max_completion_tokens")
 STICKING_STEPS = 4  # optimizer steps after which the paper's Table 1 reports sticking
 
 
@@ -63,8 +65,15 @@ class PostTraining:
             interval = self.args.main_params_interval
             record |= self._evaluate(main_params=last or bool(interval and self.iteration % interval == 0))
             self._report({"iteration": self.iteration, **record, "seconds": time.perf_counter() - started})
+            if record["logprob_gap_mean"] > self.args.max_logprob_gap:
+                raise RuntimeError(
+                    f"trainer and engine hold the same bits, but their log-probabilities differ by {record['logprob_gap_mean']:.3f} nats "
+                    f"a token (--max-logprob-gap {self.args.max_logprob_gap}): they do not compute the same model"
+                )
             if self.args.save and (last or (self.args.save_interval and self.iteration % self.args.save_interval == 0)):
-                checkpoint.save(self.args.save, self.policy, self._loop_state())
+                folder = checkpoint.save(self.args.save, self.policy, self._loop_state())
+                if self.is_writer and not self.args.quiet:
+                    print(f"saved {folder}", flush=True)
 
     def _iterate(self) -> dict:
         """Rollouts, rewards, and one pass of optimizer steps over them."""
@@ -180,7 +189,14 @@ class PostTraining:
             print(progress_line(record, self.args.iterations), flush=True)
 
     def _loop_state(self) -> dict:
-        return {"iteration": self.iteration, "seed": self.args.seed, "task": self.task.name, "parity": self.parity}
+        settings = {name: getattr(self.args, name) for name in SETTINGS}
+        return {
+            "iteration": self.iteration,
+            "seed": self.args.seed,
+            "task": self.task.name,
+            "settings": settings,
+            "parity": self.parity,
+        }
 
     def _load(self) -> None:
         state = checkpoint.read_loop_state(self.args.load)
@@ -189,5 +205,11 @@ class PostTraining:
                 raise ValueError(
                     f"--load {self.args.load} was saved with --{name} {state[name]}, this job has {ours}; use the same"
                 )
+        changed = {
+            n: (old, getattr(self.args, n)) for n, old in state["settings"].items() if old != getattr(self.args, n)
+        }
+        if changed and self.is_writer:
+            listed = ", ".join(f"--{name.replace('_', '-')} {old} -> {new}" for name, (old, new) in changed.items())
+            print(f"--load {self.args.load}: goes on with other settings than the saved run: {listed}", flush=True)
         checkpoint.load(self.args.load, self.policy)
         self.iteration, self.parity = state["iteration"], state["parity"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from pathlib import Path
 
 from megatron_sr.config import add_flags, from_flags
@@ -39,13 +41,19 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--completions", type=int, default=8, help="completions a prompt")
     g.add_argument("--mini-batches", type=int, default=4, help="optimizer steps an iteration")
     g.add_argument("--micro-batch-size", type=int, default=64, help="sequences in one forward pass of a rank")
-    g.add_argument("--max-prompt-tokens", type=int, default=16)
-    g.add_argument("--max-completion-tokens", type=int, default=4)
+    g.add_argument("--max-prompt-tokens", type=int, default=None, help="default: 16 for addition, 1024 for jsonl")
+    g.add_argument("--max-completion-tokens", type=int, default=None, help="default: 4 for addition, 1024 for jsonl")
     g.add_argument("--clip-low", type=float, default=0.2)
     g.add_argument("--clip-high", type=float, default=0.28)
     g.add_argument("--dual-clip", type=float, default=3.0)
 
     g = p.add_argument_group("evaluation")
+    g.add_argument(
+        "--max-logprob-gap",
+        type=float,
+        default=0.1,
+        help="stop if trainer and engine differ by more, mean nats a token",
+    )
     g.add_argument("--eval-prompts", type=int, default=512, help="examples of the exact expected reward")
     g.add_argument(
         "--main-params-interval", type=int, default=5, help="score the FP32 main params every N iterations; 0: never"
@@ -66,7 +74,20 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     from megatron_sr.megatron.model import Layout
     from megatron_sr.rl.checkpoint import read_loop_state
 
+    if world_size < 1:
+        raise ValueError(f"{world_size} ranks cannot run anything; start at least 1 (--nproc-per-node, --ranks)")
     rounding = from_flags(args)
+    text = args.task.startswith("jsonl:")
+    if args.max_prompt_tokens is None:
+        args.max_prompt_tokens = 1024 if text else 16
+    if args.max_completion_tokens is None:
+        args.max_completion_tokens = 1024 if text else 4
+    for name, low in (("lr", 0), ("clip_low", 0), ("clip_high", 0), ("dual_clip", 1), ("max_logprob_gap", 0)):
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value > low):
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be a finite number above {low}")
+    if not (math.isfinite(args.clip_grad) and args.clip_grad >= 0):
+        raise ValueError(f"--clip-grad {args.clip_grad} must be a finite number, at least 0 (0: no clipping)")
     if not args.bf16:
         raise ValueError(
             f"--no-bf16 with --param-rounding {rounding.mode}: this job trains BF16 model params; drop --no-bf16"
@@ -111,7 +132,28 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     if args.save_interval and not args.save:
         raise ValueError(f"--save-interval {args.save_interval} needs --save FOLDER")
     if args.load:
-        read_loop_state(args.load)
+        done = read_loop_state(args.load)["iteration"]
+        if done >= args.iterations:
+            raise ValueError(
+                f"--load {args.load} has {done} iterations and --iterations {args.iterations} asks for no more; raise --iterations"
+            )
+    _check_writable(args)
+
+
+def _check_writable(args: argparse.Namespace) -> None:
+    """Find out now, not after hours of training, that results cannot be written."""
+    try:
+        if args.save:
+            flag, path = "--save", args.save
+            args.save.mkdir(parents=True, exist_ok=True)
+            if not os.access(args.save, os.W_OK):
+                raise PermissionError("Permission denied")
+        if args.metrics:
+            flag, path = "--metrics", args.metrics
+            args.metrics.parent.mkdir(parents=True, exist_ok=True)
+            args.metrics.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written ({error.strerror or error}); choose another place") from None
 
 
 def _at_least(args: argparse.Namespace, name: str, low: int) -> None:

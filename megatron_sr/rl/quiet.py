@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 CHATTY = (
     "torch.utils.cpp_extension",  # "No CUDA runtime is found" wherever a CUDA toolkit lies about
@@ -12,6 +13,7 @@ CHATTY = (
 
 
 def quiet_libraries() -> None:
-    """Only errors from the loggers above. Before importing their libraries."""
+    """Only errors from the loggers above, and no Python warnings. Before importing their libraries."""
+    warnings.simplefilter("ignore")
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -138,7 +138,11 @@ def read_problems(path: str | Path) -> list[tuple[str, str]]:
             f"the fields 'problem' and 'answer'"
         )
     problems = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # -sig: with or without a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (byte {error.start}: {error.reason}); save the file as UTF-8") from None
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 may stand inside a JSON string
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -154,8 +158,10 @@ def read_problems(path: str | Path) -> list[tuple[str, str]]:
             raise ValueError(f"{where}: needs the fields 'problem' and 'answer', found {found}")
         if not isinstance(record["problem"], str) or not record["problem"].strip():
             raise ValueError(f"{where}: 'problem' must be a non-empty string")
-        if not isinstance(record["answer"], str | int | float):
+        if not isinstance(record["answer"], str | int | float) or isinstance(record["answer"], bool):
             raise ValueError(f"{where}: 'answer' must be a string or a number, found {type(record['answer']).__name__}")
+        if not str(record["answer"]).strip():
+            raise ValueError(f"{where}: 'answer' is empty, so no completion could be rewarded")
         problems.append((record["problem"], str(record["answer"])))
     if not problems:
         raise ValueError(f'{path}: the file has no problems; add lines like {{"problem": "1+1?", "answer": "2"}}')

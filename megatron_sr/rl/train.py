@@ -11,14 +11,16 @@ import os
 import sys
 import traceback
 
+from megatron_sr.megatron.launch import default_to_one_rank
 from megatron_sr.rl import options
 from megatron_sr.rl.quiet import quiet_libraries
 
-BAD_INPUT = (ValueError, FileNotFoundError, ImportError)
+BAD_INPUT = (ValueError, OSError, ImportError)
 
 
 def build(args):
     """Process groups, policy, rounding and engine of this rank, as a `PostTraining`. Raises BAD_INPUT for what cannot work."""
+    default_to_one_rank()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     options.check(args, world_size)
     if not args.verbose:

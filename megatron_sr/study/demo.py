@@ -49,11 +49,10 @@ def main(args: argparse.Namespace) -> int:
     """Run both arms, write and print the comparison; returns 0, 1 with the reason printed, or 2 for bad input."""
     started = time.time()
     try:
-        options.check(options.parser().parse_args(_flags(args, "stochastic")), args.ranks)
+        _check(args)
     except (ValueError, FileNotFoundError) as error:
         print(f"megatron-sr demo: error: {error}", file=sys.stderr)
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "metrics.jsonl").unlink(missing_ok=True)  # the runs append; all other files are written anew
     for mode in MODES:
         code = _run_arm(args, mode)
@@ -81,13 +80,32 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError or FileNotFoundError for what cannot work, before anything starts."""
+    if args.model == BASE and not BASE.is_dir():
+        raise FileNotFoundError(
+            "the demo's base model comes with the source, not with the package: run from a clone, or give --model"
+        )
+    job = options.parser().parse_args(_flags(args, "stochastic"))
+    if args.ranks < 1 or job.prompts % (job.mini_batches * args.ranks):
+        raise ValueError(
+            f"--ranks {args.ranks} cannot share the demo's {job.prompts} prompts evenly; choose 1, 2, 4, 8 or 16"
+        )
+    options.check(job, args.ranks)
+
+
 def _run_arm(args: argparse.Namespace, mode: str) -> int:
     """One torchrun job; its progress lines go to the terminal. Returns its exit code."""
     print(f"\n== {mode} ==  (Megatron-Core and vLLM start: about 20 seconds)", flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     command += ["-m", "megatron_sr.rl.train", *_flags(args, mode)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.run(command, env=environment).returncode
+    job = subprocess.Popen(command, env=environment)
+    try:
+        return job.wait()
+    except KeyboardInterrupt:  # Ctrl-C reaches the ranks too: let them end before the terminal is given back
+        job.wait()
+        return 130
 
 
 def _flags(args: argparse.Namespace, mode: str) -> list[str]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 def iterations_to_target(records: list[dict], target: float) -> float | None:
     """The iteration at which `exact_reward` first reaches `target`, interpolated linearly; None if it never does."""
     points = [(r["iteration"], r["exact_reward"]) for r in records if "exact_reward" in r]
+    if points and points[0][1] >= target:
+        return float(points[0][0])
     for (before, low), (after, high) in itertools.pairwise(points):
         if high >= target > low:
             return before + (after - before) * (target - low) / (high - low)
-    return float(points[0][0]) if points and points[0][1] >= target else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def verdict(nearest: ArmSummary, stochastic: ArmSummary, target: float, mismatch
         return f"{mismatched} tensors read back from vLLM differ from the trainer's"
     if stochastic.iterations_to_target is None:
         return f"stochastic rounding did not reach the target {target:.4f} in {stochastic.iterations} iterations"
-    limit = (nearest.iterations_to_target or nearest.iterations) / factor
+    reached = nearest.iterations_to_target
+    limit = (nearest.iterations if reached is None else reached) / factor
     if stochastic.iterations_to_target > limit:
         return (
             f"stochastic rounding took {stochastic.iterations_to_target:.1f} iterations to the target {target:.4f}, "

@@ -74,18 +74,33 @@ def test_killed_rank_ends_the_job_and_resume_equals_the_uninterrupted_run(uninte
     assert comparable(resumed) == comparable(expected)[3:]
     assert saved_weights(checkpoints / "iter_0000004") == saved_weights(reference / "checkpoints" / "iter_0000004")
 
-    # Another seed or mode would silently change the noise: refused, naming the flag.
-    for wrong, message in (
-        (["--param-rounding-seed", 6], "--param-rounding-seed"),
-        (["--param-rounding", "nearest"], "--param-rounding"),
-    ):
+    # Another seed would silently change the noise, damaged weights the run: refused, saying which.
+    def refusal(*flags):
         done = torchrun(
-            2, "megatron_sr.rl.train", "--model", BASE, "--quiet", *SMALL, *flags, "--load", checkpoints, "--iterations", 5,
-            *wrong, check=False,
-        )  # fmt: skip
+            2, "megatron_sr.rl.train", "--model", BASE, "--quiet", *SMALL, "--iterations", 5, *flags, check=False
+        )
         assert done.returncode != 0
         assert "megatron-sr: error:" in done.stdout, done.stdout[-3000:]
-        assert message in done.stdout.split("megatron-sr: error:")[1].splitlines()[0]
+        return done.stdout.split("megatron-sr: error:")[1].splitlines()[0]
+
+    flags = ["--param-rounding", "stochastic", "--load", checkpoints]
+    assert "--param-rounding-seed 6 differs from the checkpoint's 5" in refusal(*flags, "--param-rounding-seed", 6)
+    damage(checkpoints / "iter_0000004")
+    assert "main params in iter_0000004 are not those that were saved" in refusal(*flags)
+
+
+def damage(directory):
+    """Change one main param in a checkpoint, leaving everything else readable."""
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(directory)
+    planned = reader.read_metadata().storage_data
+    index = next(i for i in planned if i.fqn == "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight")
+    where = planned[index]
+    path = directory / where.relative_path
+    content = bytearray(path.read_bytes())
+    content[where.offset + where.length // 2] ^= 1  # among the values, which fill nearly all of the record
+    path.write_bytes(content)
 
 
 def kill_rank_after(nproc, *flags, checkpoint):

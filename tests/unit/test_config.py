@@ -11,8 +11,8 @@ from megatron_sr.config import SEED_MAX, ParamRounding, add_flags, from_flags
     ("kwargs", "message"),
     [
         ({"mode": "up"}, "--param-rounding='up' is not known; choose one of: nearest, stochastic"),
-        ({"format": "int4"}, "--param-rounding-format='int4' is not known; choose one of: bf16"),
-        ({"noise": "pink"}, "--param-rounding-noise='pink' is not known"),
+        ({"format": "int4"}, "format='int4' is not known; choose one of: bf16"),
+        ({"noise": "pink"}, "noise='pink' is not known"),
         ({"seed": -1}, "--param-rounding-seed=-1 is out of range"),
         ({"seed": SEED_MAX + 1}, "out of range; choose a whole number from 0 to 18446744073709551615"),
         ({"seed": 1.5}, "--param-rounding-seed=1.5 must be a whole number"),

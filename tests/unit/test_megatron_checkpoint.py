@@ -51,8 +51,8 @@ def test_a_saved_state_is_not_changed_by_later_steps():
     "theirs, ours, start, way_out",
     [
         (dict(seed=5), dict(seed=6), "--param-rounding-seed 6 differs from the checkpoint's 5", "--param-rounding-seed 5"),
-        (dict(noise="fixed"), dict(), "--param-rounding-noise step differs from the checkpoint's fixed", "--param-rounding-noise fixed"),
-        (dict(stream=2), dict(), "stream 0 differs from the checkpoint's 2", "stream 2"),
+        (dict(noise="fixed"), dict(), "ParamRounding noise step differs from the checkpoint's fixed", "ParamRounding noise fixed"),
+        (dict(stream=2), dict(), "ParamRounding stream 0 differs from the checkpoint's 2", "ParamRounding stream 2"),
         (dict(seed=5), dict(mode="nearest"), "--param-rounding nearest differs from the checkpoint's stochastic",
          "--param-rounding stochastic --param-rounding-seed 5"),
         (None, dict(), "--param-rounding stochastic: the optimizer state in this checkpoint was saved without", "nearest"),

@@ -39,6 +39,12 @@ def test_defaults_pass():
         (["--completions", 1], "--completions 1: the advantage needs at least 2"),
         (["--iterations", 0], "--iterations 0 must be at least 1"),
         (["--seed", -3], "--seed=-3 is out of range; choose a whole number from 0"),
+        (["--lr", "nan"], "--lr nan must be a finite number above 0"),
+        (["--lr", -1], "--lr -1.0 must be a finite number above 0"),
+        (["--clip-grad", "inf"], "--clip-grad inf must be a finite number, at least 0"),
+        (["--dual-clip", 0.5], "--dual-clip 0.5 must be a finite number above 1"),
+        (["--save", "/dev/null/x"], "--save /dev/null/x cannot be written .Not a directory.; choose another place"),
+        (["--metrics", "/dev/null/x/m"], "--metrics /dev/null/x/m cannot be written"),
         (["--save-interval", 2], "--save-interval 2 needs --save FOLDER"),
         (["--load", "no/such/folder"], "--load no/such/folder: no checkpoint there"),
     ],
@@ -51,3 +57,26 @@ def test_bad_flags(flags, message):
 def test_missing_base():
     with pytest.raises(FileNotFoundError, match="--model no/base: no config.json there; .*make_base.py --out no/base"):
         checked(model="no/base")
+
+
+def test_lengths_default_to_the_task_s():
+    assert (checked().max_prompt_tokens, checked().max_completion_tokens) == (16, 4)
+    text = checked("--task", "jsonl:x", "--max-completion-tokens", 77)
+    assert (text.max_prompt_tokens, text.max_completion_tokens) == (1024, 77)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "state", "message"),
+    [
+        ("x", "{}", "latest_checkpointed_iteration.txt or the loop_state.json .* is damaged .*use an older checkpoint"),
+        ("3", "{", "is damaged"),
+        ("4", "{}", "is damaged"),  # a folder that is not there
+        ("3", '{"iteration": 3}', "loop_state.json lacks digests, parity, seed, settings, task"),
+    ],
+)
+def test_damaged_checkpoints_name_the_file(tmp_path, tracker, state, message):
+    (tmp_path / "iter_0000003").mkdir()
+    (tmp_path / "iter_0000003" / "loop_state.json").write_text(state)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    with pytest.raises(ValueError, match=message):
+        checked("--load", tmp_path)

@@ -94,6 +94,8 @@ def test_too_long_problems_are_left_out_and_counted(tokenizer_with_chat, capsys)
         (["", "", "[1, 2]"], "line 3: needs the fields .* found list"),
         (['{"problem": "", "answer": "2"}'], "line 1: 'problem' must be a non-empty string"),
         (['{"problem": "x", "answer": null}'], "line 1: 'answer' must be a string or a number, found NoneType"),
+        (['{"problem": "x", "answer": true}'], "line 1: 'answer' must be a string or a number, found bool"),
+        (['{"problem": "x", "answer": " "}'], "line 1: 'answer' is empty"),
         ([], "has no problems"),
     ],
 )
@@ -103,6 +105,17 @@ def test_bad_jsonl_names_file_line_and_way_out(tmp_path, lines, message):
     with pytest.raises(ValueError, match=message) as error:
         read_problems(path)
     assert "bad.jsonl" in str(error.value)
+
+
+def test_unusual_but_valid_jsonl_is_read_and_other_encodings_are_named(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + '{"problem": "a\u2028b", "answer": 0}\r\n\n{"problem": "c", "answer": "2"}'.encode()
+    )
+    assert read_problems(path) == [("a\u2028b", "0"), ("c", "2")]
+    path.write_bytes('{"problem": "é", "answer": "2"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="odd.jsonl: not UTF-8 .byte 13.*; save the file as UTF-8"):
+        read_problems(path)
 
 
 def test_missing_dataset_and_unknown_task(tokenizer):

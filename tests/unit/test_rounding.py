@@ -227,3 +227,25 @@ def test_importing_the_package_is_light():
     assert done.stdout.strip() == "[]"
     assert set(sr.__all__) <= set(dir(sr))
     assert bits_of(torch.ones(1, dtype=torch.bfloat16)).item() == 0x3F80
+
+
+def test_partial_overlap_is_refused_and_in_place_is_not():
+    x = torch.randn(64)
+    for dst, src in ((x[1:], x[:-1]), (x[:-1], x[1:]), (x.view(torch.bfloat16)[:64], x)):
+        with pytest.raises(ValueError, match="overlap in memory"):
+            sr.round_to_(dst, src, noise=NOISE, format="e8m4" if dst.dtype == torch.float32 else "bf16")
+    expected = sr.round_to_(torch.empty(64), x, noise=NOISE, format="e8m4")
+    assert torch.equal(sr.round_to_(x, x, noise=NOISE, format="e8m4"), expected)
+    sr.round_to_(x[:32], x[32:], noise=NOISE, format="e8m4")  # neighbours do not overlap
+
+
+def test_plan_refuses_a_tensor_whose_memory_was_freed():
+    dst, src = torch.empty(64, dtype=torch.bfloat16), torch.randn(64)
+    plan = sr.RoundingPlan([dst], [src], [("w", [sr.Segment(0, 64, 0)])], seed=1)
+    plan.run_(1)
+    dst.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"dst\[0\] has no memory .*; allocate it before rounding"):
+        plan.run_(2)
+    dst.untyped_storage().resize_(128)
+    plan.run_(2)
+    assert torch.equal(dst, sr.round_to_(torch.empty_like(dst), src, noise=sr.Noise(1, 2, "w")))

@@ -21,6 +21,7 @@ def test_iterations_to_target_interpolates():
     assert iterations_to_target(curve([0.0, 0.2, 0.4]), 0.3) == pytest.approx(1.5)
     assert iterations_to_target(curve([0.0, 0.2, 0.1, 0.4]), 0.2) == pytest.approx(1.0)
     assert iterations_to_target(curve([0.5, 0.6]), 0.4) == 0.0
+    assert iterations_to_target(curve([0.5, 0.3, 0.6]), 0.4) == 0.0  # the start counts, also when the curve dips
     assert iterations_to_target(curve([0.0, 0.1]), 0.3) is None
 
 
@@ -41,6 +42,7 @@ ARM = ArmSummary(20.0, 0.29, 0.3, 0.28, [99.0] * 4, 40)
         (20.0, None, 0, "did not reach the target"),
         (None, 30.0, 0, None),
         (None, 39.0, 0, "more than 33.3"),
+        (0.0, 10.0, 0, "more than 0.0"),
         (20.0, 10.0, 1, "1 tensors read back from vLLM differ"),
     ],
 )
@@ -104,7 +106,9 @@ def test_every_figure_draws(mode):
     ("flags", "message"),
     [
         (["--model", "no/base"], "--model no/base: no config.json there"),
-        (["--ranks", "3"], "--prompts 64 cannot be shared by --mini-batches 4 x 3 data-parallel ranks"),
+        (["--ranks", "3"], "--ranks 3 cannot share the demo's 64 prompts evenly; choose 1, 2, 4, 8 or 16"),
+        (["--ranks", "0"], "--ranks 0 cannot share"),
+        (["--out", "/dev/null/x"], "--metrics /dev/null/x/metrics.jsonl cannot be written"),
         (["--iterations", "0"], "--iterations 0 must be at least 1"),
     ],
 )
