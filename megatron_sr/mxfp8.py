@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sr.coordinates import Segment
+from megatron_sr.coordinates import Segment, check_cover
 from megatron_sr.formats import E4M3, MXFP8
 from megatron_sr.noise import Noise
 from megatron_sr.rounding import round_segments_
@@ -62,7 +62,7 @@ def quantize(
     x         FP32 or BF16, at least one axis; the blocked axis is divisible by 32.
     noise     None rounds to nearest, ties to even, as Transformer Engine does.
     axis      -1 or 0.
-    segments  where x's flat elements lie in their whole tensor; default: x is the whole tensor.
+    segments  where x's flat elements lie in their whole tensor, each once; default: x is the whole tensor.
 
     Raises TypeError or ValueError for another dtype, axis or a size not divisible by 32, and as `round_segments_` does.
     """
@@ -77,7 +77,8 @@ def quantize(
     scale = block_scale(magnitude.amax(_inner(axis)))
     scaled = _scaled(x, _exp2(scale, -1), axis)
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    where = [Segment(0, x.numel(), 0)] if segments is None else segments
+    where = [Segment(0, x.numel(), 0)] if segments is None else list(segments)
+    check_cover(where, x.numel(), "segments of x")  # an element without a segment would stay unwritten
     round_segments_(data, scaled, [(noise, where)], E4M3, backend)
     return MXFP8Blocks(data, scale, axis)
 

@@ -185,6 +185,18 @@ def _check_pair(dst: torch.Tensor, src: torch.Tensor, format: Format, dst_name: 
     for tensor, name in ((dst, dst_name), (src, src_name)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous (strides {tensor.stride()}); pass a contiguous tensor")
+    _check_overlap(dst, src, dst_name, src_name)
+
+
+def _check_overlap(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) -> None:
+    """In place is fine (the same elements of the same size); a partial overlap would be read after it was written."""
+    at, to = dst.data_ptr(), src.data_ptr()
+    if not (at and to) or (at == to and dst.dtype == src.dtype):  # no memory (empty, meta), or in place
+        return
+    if at < to + src.numel() * src.element_size() and to < at + dst.numel() * dst.element_size():
+        raise ValueError(
+            f"{dst_name} and {src_name} overlap in memory; pass separate tensors, or one FP32 tensor as both"
+        )
 
 
 def _check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor], format: Format):

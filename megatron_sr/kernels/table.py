@@ -70,6 +70,9 @@ class PieceTable:
                     f"{name} has changed since the plan was made: (shape, dtype, device, contiguous) "
                     f"was {old}, is {_signature(t)}; make a new plan"
                 )
+            if t.numel() and not addresses[i]:
+                name = f"dst[{i}]" if i < len(self.dst) else f"src[{i - len(self.dst)}]"
+                raise RuntimeError(f"{name} has no memory (its storage was resized to 0); allocate it before rounding")
         self._addresses = addresses
         self.rows[:, DST], self.rows[:, SRC] = self.piece_addresses(self.dst), self.piece_addresses(self.src)
         return True
