@@ -156,6 +156,18 @@ def test_c1_thread_count_does_not_matter(level, threads):
     assert torch.equal(outcomes[0], torch.cat([bits_of(d) for d in reference]))
 
 
+def test_c1_launches_larger_than_the_caches(level, threads):
+    """Two threads then write past the caches (2**25 elements on); one does not, and was compared with the reference."""
+    sizes = [1 << 25, 999, 65_536, 100_032]
+    src = torch.randn(sum(sizes) + 1)[1:].split(sizes)
+    keyed = [(f"tensor {i}", [Segment(0, n, 3 * i)]) for i, n in enumerate(sizes)]
+    outcomes = [torch.empty(sum(sizes), dtype=torch.bfloat16) for _ in range(2)]
+    for count, dst in enumerate(outcomes, start=1):
+        threads(count)
+        RoundingPlan(list(dst.split(sizes)), list(src), keyed, seed=1).run_(3)
+    assert torch.equal(*outcomes)
+
+
 def test_an_unknown_instruction_set_is_refused(monkeypatch):
     monkeypatch.setenv("MEGATRON_SR_CPU_LEVEL", "avx1024")
     with pytest.raises(ValueError, match=r"MEGATRON_SR_CPU_LEVEL='avx1024'; this machine offers: plain"):
