@@ -63,6 +63,9 @@ def test_c3_exact_cpu_bf16_over_every_random_word(level):
             code = bits_of(round_to_(dst, x, noise=Noise(1, 2, "every word"), backend="cpu"))[first]
             assert (code == top + 1).sum().item() == discarded
             assert (code == top).sum().item() == 65536 - discarded
+    for discarded in (1, 0x8000, 0xFFFF):  # nothing lies above: every word gives the largest finite number
+        x = from_bits([0x7F7F << 16 | discarded]).expand(count)
+        assert (bits_of(round_to_(dst, x, noise=Noise(1, 2, "every word"), backend="cpu")) == 0x7F7F).all()
 
 
 @pytest.mark.parametrize("start", [2**35 - 100, 2**34 - 77, 2**63 - 5, 2**64 - 1000], ids=hex)
@@ -73,6 +76,21 @@ def test_c1_block_counters_carry_into_their_high_word(start, name, level):
     format = formats.get(name)
     reference, cpu_bits = both(x, format, format.storage[0], Noise(5, 2**64 - 1, "w"), start)
     assert torch.equal(reference, cpu_bits)
+
+
+def test_c1_every_length_and_start_around_the_tiles(level):
+    """Each call gives its part of the whole and writes nothing before or after it."""
+    x = torch.randn(400)
+    for noise in (None, Noise(5, 6, "w")):
+        whole = round_to_(torch.empty(400, dtype=torch.bfloat16), x, noise=noise, backend="reference")
+        for start in range(9):
+            for length in range(270):
+                buffer = torch.zeros(length + 16, dtype=torch.bfloat16)
+                part = slice(start, start + length)
+                round_to_(buffer[8 : 8 + length], x[part], noise=noise, start=start, backend="cpu")
+                assert torch.equal(buffer[8 : 8 + length], whole[part])
+                assert not buffer[:8].any()
+                assert not buffer[8 + length :].any()
 
 
 @settings(max_examples=150, deadline=None)
