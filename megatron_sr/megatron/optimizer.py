@@ -63,6 +63,7 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
             if isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer):
                 checkpoint.on_load(part.optimizer, config, loaded=lambda state: None)
         return Controller(config, [])
+    config = config.for_dtype(torch.bfloat16)
     parts = _supported_parts(optimizer, model)
     identities = identify(model)
     return Controller(config, [_ShardRounding(part, identities, config) for part in parts])
