@@ -18,6 +18,43 @@ class WeightsUnverified(RuntimeError):
     """The engine holds weights that are not known to be the trainer's: it does not generate until a good update."""
 
 
+class UpdateFailed(RuntimeError):
+    """An update that broke off on the way (lost data, a timeout, a wrong digest); `Health` tells whether the old weights still serve."""
+
+
+class EngineDead(RuntimeError):
+    """The engine's process is gone or does not answer. Start a new one and send it all weights."""
+
+
+class EnginePaused(RuntimeError):
+    """`generate` was called by the thread that paused the engine: it would wait for itself. Call `resume` first."""
+
+
+# What becomes of requests that are being decoded when the engine is paused (for an update or by hand).
+DRAIN = "drain"  # they finish first, on the old weights
+ABORT = "abort"  # they end now; their completions have finish_reason "abort" and the tokens so far
+KEEP = (
+    "keep"  # they wait and go on after `resume`, with whatever weights then serve; their keys and values are recomputed
+)
+IN_FLIGHT = (DRAIN, ABORT, KEEP)
+
+# States of an engine.
+SERVING, PAUSED, REFUSING, DEAD = "serving", "paused", "refusing", "dead"
+
+
+@dataclass(frozen=True)
+class Health:
+    """state: SERVING, PAUSED, REFUSING (weights not known to be the trainer's) or DEAD. version: of the last good update.
+
+    running: requests being decoded. reason: why the engine does not serve, empty while it does.
+    """
+
+    state: str
+    version: int
+    running: int = 0
+    reason: str = ""
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are drawn.
@@ -63,8 +100,9 @@ class Completion:
     prompt_index   its prompt's position in the list given to `generate`
     token_ids      the new tokens
     logprobs       natural log of each new token's probability under the model, before temperature and top_p
-    finish_reason  "stop" (a stop or end-of-sequence token) or "length"
-    version        version of the weights that produced it
+    finish_reason  "stop" (a stop or end-of-sequence token), "length", or "abort" (see ABORT)
+    version        version of the weights that produced it; the oldest, when it was kept over an update (see KEEP)
+    last_version   version of the weights that produced its last token; None: `version`
     """
 
     prompt_index: int
@@ -72,6 +110,7 @@ class Completion:
     logprobs: list[float]
     finish_reason: str
     version: int
+    last_version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,23 +141,46 @@ class UpdateReport:
 
 
 class RolloutEngine(Protocol):
-    """Generates completions with versioned weights."""
+    """Generates completions with versioned weights.
+
+    Every method may be called from any thread. `generate` calls of several threads are decoded together.
+    """
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int]
     ) -> list[list[Completion]]:
         """n completions for each prompt of token ids. `seeds`: one per prompt, at least n apart.
 
-        Raises ValueError for prompts or seeds that do not fit, WeightsUnverified after an update that went wrong.
+        Waits while another thread has paused the engine. Raises ValueError for prompts or seeds that do not fit, WeightsUnverified
+        after an update that went wrong, EnginePaused, EngineDead.
         """
         ...
 
-    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> UpdateReport:
+    def update_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, in_flight: str = DRAIN
+    ) -> UpdateReport:
         """Replace all weights by `tensors`, (Hugging Face name, tensor) pairs in any order; `version` must grow.
 
-        The iterable is always consumed to its end, so a collective export never hangs the other ranks.
-        Raises UpdateRefused, the old weights still served, when a name, shape, dtype or the version does not fit.
+        All or nothing: pause (`in_flight`: what becomes of running requests), stage, check, swap, reset the prefix cache, read
+        back, resume. The iterable is always consumed to its end, so a collective export never hangs the other ranks.
+        Raises UpdateRefused, the old weights still served, when a name, shape, dtype or the version does not fit; UpdateFailed or
+        EngineDead when it broke off: then `health` tells whether the old weights serve or the engine refuses to generate.
         """
+        ...
+
+    def pause(self, in_flight: str = DRAIN) -> None:
+        """Stop decoding. Returns when no request runs (DRAIN, ABORT) or all stand still (KEEP). Pausing twice is the same as once.
+
+        Raises ValueError for an `in_flight` that is not one of IN_FLIGHT.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Decode again. Does nothing when the engine is not paused."""
+        ...
+
+    def health(self) -> Health:
+        """The engine's state, at once, also while it generates or is paused. Never raises for a dead engine: its state is DEAD."""
         ...
 
     def weights_version(self) -> int:
@@ -135,6 +197,12 @@ class RolloutEngine(Protocol):
     def shutdown(self) -> None:
         """Release the engine. No other call may follow."""
         ...
+
+
+def check_in_flight(in_flight: str) -> None:
+    """Raise ValueError unless `in_flight` is one of IN_FLIGHT."""
+    if in_flight not in IN_FLIGHT:
+        raise ValueError(f"in_flight={in_flight!r}: what becomes of running requests is one of {', '.join(IN_FLIGHT)}")
 
 
 def check_seeds(seeds: Sequence[int], n: int, prompts: int) -> None:

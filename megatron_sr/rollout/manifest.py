@@ -30,13 +30,43 @@ class Manifest:
     """The weights of one version.
 
     version       grows with every update; 0 is the checkpoint that the engine started from.
-    base_version  the version that a partial update builds on; None: the tensors are complete in themselves.
-    tensors       Hugging Face name -> TensorRecord.
+    tensors       Hugging Face name -> TensorRecord: the state after the update, all of it, also when less was sent.
+    base_version  the version that a partial update builds on; None: the tensors sent are complete in themselves.
+    base_digest   `digest` of that version's manifest: two engines at "version 7" need not hold the same bits.
     """
 
     version: int
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     base_version: int | None = None
+    base_digest: str | None = None
+
+    def __post_init__(self):
+        if (self.base_version is None) != (self.base_digest is None):
+            raise ValueError(
+                f"manifest of version {self.version}: base_version={self.base_version} and base_digest={self.base_digest} "
+                f"go together; give both or neither"
+            )
+        if self.base_version is not None and self.base_version >= self.version:
+            raise ValueError(
+                f"manifest of version {self.version} builds on version {self.base_version}, which is not older"
+            )
+
+    def check_base(self, held: Manifest) -> None:
+        """Raise ValueError unless this update may be applied to an engine that holds `held`."""
+        if self.version <= held.version:
+            raise ValueError(f"version {self.version} is not above the present one, {held.version}")
+        if self.base_version is None:
+            return
+        if self.base_version != held.version:
+            raise ValueError(
+                f"the update to version {self.version} builds on version {self.base_version}, the engine holds {held.version}; "
+                f"send all weights"
+            )
+        if self.base_digest != held.digest:
+            raise ValueError(
+                f"the update to version {self.version} builds on other bits of version {self.base_version} (digest "
+                f"{self.base_digest}) than the engine holds ({held.digest}); send all weights"
+            )
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
@@ -56,6 +86,7 @@ class Manifest:
             {
                 "version": self.version,
                 "base_version": self.base_version,
+                "base_digest": self.base_digest,
                 "digest": self.digest,
                 "tensors": {name: [list(r.shape), r.dtype, r.digest] for name, r in self.tensors.items()},
             }
@@ -67,7 +98,7 @@ class Manifest:
         try:
             raw = json.loads(text)
             tensors = {name: TensorRecord(tuple(shape), dtype, d) for name, (shape, dtype, d) in raw["tensors"].items()}
-            manifest = cls(raw["version"], tensors, raw["base_version"])
+            manifest = cls(raw["version"], tensors, raw["base_version"], raw["base_digest"])
             total = raw["digest"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"not a weight manifest ({type(error).__name__}: {error})") from error
