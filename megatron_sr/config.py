@@ -12,6 +12,7 @@ NOISES = ("step", "fixed")
 ON_MISMATCH = ("error", "recompute")
 SAVE_MODEL = ("full", "none")
 MXFP8_COLUMNWISE = ("shared", "nearest")
+MXFP8_SCALING = ("1d", "2d")
 SEED_MAX = 2**64 - 1
 
 FLAGS = {
@@ -27,10 +28,11 @@ FLAGS = {
     "on_mismatch": "--param-rounding-on-mismatch",
     "save_model": "--param-rounding-save-model",
     "mxfp8_columnwise": "--param-rounding-mxfp8-columnwise",
+    "mxfp8_scaling": "--param-rounding-mxfp8-scaling",
 }
 """The flag of each field, as messages name it."""
 
-BIT_FIELDS = ("mode", "seed", "format", "noise", "stream", "include", "exclude", "mxfp8_columnwise")
+BIT_FIELDS = ("mode", "seed", "format", "noise", "stream", "include", "exclude", "mxfp8_columnwise", "mxfp8_scaling")
 """The fields that decide the bits of the model params: a resumed run must agree in all of them."""
 
 # torch is not imported here: parsing flags should not cost seconds. By the name of the dtype of a model param:
@@ -63,6 +65,7 @@ class ParamRounding:
                       model params are rounded again from its main params.
     save_model        none: checkpoints hold no model params; they are recomputed from main params on load.
     mxfp8_columnwise  shared: row- and column-wise MXFP8 copies use the same noise. nearest: column-wise copies round to nearest.
+    mxfp8_scaling     1d: a scale for 32 neighbours. 2d: a scale for a tile of 32 x 32, which makes both copies equal.
 
     Raises ValueError for a value outside these ranges, naming the flag, the value and the way out.
     """
@@ -79,6 +82,7 @@ class ParamRounding:
     on_mismatch: str = "error"
     save_model: str = "full"
     mxfp8_columnwise: str = "shared"
+    mxfp8_scaling: str = "1d"
 
     def __post_init__(self):
         _one_of("mode", self.mode, MODES)
@@ -94,6 +98,7 @@ class ParamRounding:
         _one_of("on_mismatch", self.on_mismatch, ON_MISMATCH)
         _one_of("save_model", self.save_model, SAVE_MODEL)
         _one_of("mxfp8_columnwise", self.mxfp8_columnwise, MXFP8_COLUMNWISE)
+        _one_of("mxfp8_scaling", self.mxfp8_scaling, MXFP8_SCALING)
         if self.mode == "nearest" and self.save_model == "none":
             raise ValueError(
                 f"{FLAGS['save_model']} none leaves model params to be recomputed by keyed rounding; it needs {FLAGS['mode']} "
@@ -219,6 +224,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("mxfp8_columnwise", "noise of column-wise MXFP8 copies: that of the row-wise ones, or none (default: shared)",
         _choices(MXFP8_COLUMNWISE), default="shared")  # fmt: skip
+    add("mxfp8_scaling", "MXFP8 scales: one for 32 elements, or one for a tile of 32 x 32 (default: 1d)",
+        _choices(MXFP8_SCALING), default="1d")  # fmt: skip
 
 
 def _choices(values: tuple[str, ...]) -> str:
