@@ -11,8 +11,10 @@ So |x / scale| <= 448 up to one FP32 rounding, and 448 is on the grid: a block's
 from it. Stochastic draws have 32 bits and are indexed by the element's row-major position in the whole tensor: a
 row-wise and a column-wise copy of one tensor may share a noise, and where their scales agree so do their codes.
 
+With `tile` a scale serves 32 x 32 elements: the row-wise and the column-wise copy then have the same codes everywhere.
+
 Rounding to BF16 first (stream 0) and to MXFP8 later (stream 1) is unbiased as long as both roundings are stochastic
-and independent.
+and independent. docs/mxfp8.md has the proof.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from megatron_sr.rounding import round_segments_
 
 BLOCK = MXFP8.block_size
 SCALE_TILE = (128, 4)  # scales are padded to whole tiles: rows (or columns) x blocks
+# The smallest scale, 2**-124, under which every E4M3 value is a BF16 number: 2**-124 * 2**-9 is BF16's smallest subnormal.
+BF16_MIN_SCALE = 3
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,18 @@ def quantize(
     axis: int = -1,
     segments: Sequence[Segment] | None = None,
     backend: str = "auto",
+    tile: bool = False,
+    min_scale: int = 0,
 ) -> MXFP8Blocks:
     """Quantize to MXFP8.
 
-    x         FP32 or BF16, at least one axis; the blocked axis is divisible by 32.
-    noise     None rounds to nearest, ties to even, as Transformer Engine does.
-    axis      -1 or 0.
-    segments  where x's flat elements lie in their whole tensor, each once; default: x is the whole tensor.
+    x          FP32 or BF16, at least one axis; the blocked axis is divisible by 32.
+    noise      None rounds to nearest, ties to even, as Transformer Engine does.
+    axis       -1 or 0.
+    segments   where x's flat elements lie in their whole tensor, each once; default: x is the whole tensor.
+    tile       a scale for 32 x 32 elements, stored for each row (axis -1) or column (axis 0); x is a matrix, both sizes
+               divisible by 32.
+    min_scale  smaller scales (0 .. 254, as stored) are raised to it; with BF16_MIN_SCALE BF16 holds every value exactly.
 
     Raises TypeError or ValueError for another dtype, axis or a size not divisible by 32, and as `round_segments_` does.
     """
@@ -72,15 +81,32 @@ def quantize(
         raise ValueError(f"axis is {axis!r}; MXFP8 blocks lie along the last axis (-1) or the first (0)")
     if x.dim() == 0 or x.shape[axis] % BLOCK:
         raise ValueError(f"axis {axis} of shape {tuple(x.shape)} must be divisible by the block size {BLOCK}")
+    if tile and (x.dim() != 2 or x.shape[0] % BLOCK or x.shape[1] % BLOCK):
+        raise ValueError(f"shape {tuple(x.shape)}: tiles need a matrix with both sizes divisible by {BLOCK}")
     x = x.detach().float()
     magnitude = _blocks(x, axis).abs().nan_to_num(nan=0.0, posinf=torch.inf)
-    scale = block_scale(magnitude.amax(_inner(axis)))
+    scale = block_scale(_over_tiles(magnitude.amax(_inner(axis)), axis, tile)).clamp(min=min_scale)
     scaled = _scaled(x, _exp2(scale, -1), axis)
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     where = [Segment(0, x.numel(), 0)] if segments is None else list(segments)
     check_cover(where, x.numel(), "segments of x")  # an element without a segment would stay unwritten
     round_segments_(data, scaled, [(noise, where)], E4M3, backend)
     return MXFP8Blocks(data, scale, axis)
+
+
+def encode(values: torch.Tensor, scale: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    """The codes (uint8, of values' shape) of MXFP8 numbers whose scales are known: the inverse of `dequantize`.
+
+    values  FP32 or BF16, every element an E4M3 number times its block's scale; nothing is rounded.
+    scale   uint8, compact, as in `MXFP8Blocks`.
+
+    Raises ValueError when a value is no MXFP8 number under its scale, saying how many.
+    """
+    codes = _scaled(values.detach().float(), _exp2(scale, -1), axis).to(torch.float8_e4m3fn).view(torch.uint8)
+    again = MXFP8Blocks(codes, scale, axis).dequantize()
+    if wrong := (again != values).sum().item():
+        raise ValueError(f"{wrong} of {values.numel()} values are not MXFP8 numbers under these scales")
+    return codes
 
 
 def block_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -135,6 +161,14 @@ def unpad_scale(padded: torch.Tensor, shape: Sequence[int], axis: int = -1) -> t
     """The inverse of `pad_scale`: the compact scale of a matrix of this shape."""
     rows, columns = shape
     return padded[:rows, : columns // BLOCK] if axis == -1 else padded[: rows // BLOCK, :columns]
+
+
+def _over_tiles(amax: torch.Tensor, axis: int, tile: bool) -> torch.Tensor:
+    """The blocks' largest magnitudes; with `tile` the largest of 32 neighbouring rows (or columns), for each of them."""
+    if not tile:
+        return amax
+    across = 0 if axis == -1 else 1
+    return amax.unflatten(across, (-1, BLOCK)).amax(across + 1).repeat_interleave(BLOCK, across)
 
 
 def _inner(axis: int) -> int:
