@@ -6,16 +6,39 @@
     sr.round_to_(model_param, main_param, noise=noise)                     # one tensor
     sr.apply_param_rounding(optimizer, model, sr.ParamRounding(seed=1234)) # a Megatron-Core optimizer
 
-Importing this package imports torch, but neither Megatron-Core nor vLLM.
+Names are imported on first use: importing this package imports neither torch nor Megatron-Core nor vLLM.
 """
 
-from megatron_sr import formats, mxfp8
-from megatron_sr.config import ParamRounding
-from megatron_sr.coordinates import Segment
-from megatron_sr.kernels import adamw, remainder
-from megatron_sr.noise import Noise, random_bits
-from megatron_sr.rounding import RoundingPlan, round_segments_, round_to_
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from megatron_sr.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_sr import formats, mxfp8
+    from megatron_sr.config import ParamRounding
+    from megatron_sr.coordinates import Segment
+    from megatron_sr.kernels import adamw, remainder
+    from megatron_sr.noise import Noise, random_bits
+    from megatron_sr.rounding import RoundingPlan, round_segments_, round_to_
+
+_MODULES = {
+    "adamw": "megatron_sr.kernels.adamw",
+    "formats": "megatron_sr.formats",
+    "mxfp8": "megatron_sr.mxfp8",
+    "remainder": "megatron_sr.kernels.remainder",
+}
+_DEFINED_IN = {
+    "Noise": "megatron_sr.noise",
+    "ParamRounding": "megatron_sr.config",
+    "RoundingPlan": "megatron_sr.rounding",
+    "Segment": "megatron_sr.coordinates",
+    "random_bits": "megatron_sr.noise",
+    "round_segments_": "megatron_sr.rounding",
+    "round_to_": "megatron_sr.rounding",
+}
 
 __all__ = [
     "Noise",
@@ -32,6 +55,21 @@ __all__ = [
     "round_segments_",
     "round_to_",
 ]
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    elif name in _DEFINED_IN:
+        value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+    else:
+        raise AttributeError(f"module 'megatron_sr' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def apply_param_rounding(optimizer, model, config: ParamRounding):

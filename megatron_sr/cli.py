@@ -1,12 +1,24 @@
-"""The command line: `megatron-sr run | demo`."""
+"""The command line, `megatron-sr COMMAND ...`: finds the module of a command and runs it.
+
+A command is a module with `add_arguments(parser)` and `main(args) -> exit code`; its docstring's first line describes it. Only the
+chosen command's module is imported, so that `--version` and `--help` answer at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from pathlib import Path
 
 from megatron_sr.version import __version__
+
+COMMANDS = {
+    "run": ("megatron_sr.megatron.run", "run an unmodified Megatron-LM script with the --param-rounding flags"),
+    "demo": ("megatron_sr.study.demo", "post-train a small model with both roundings and compare"),
+    "doctor": ("megatron_sr.doctor", "what this machine has, which kernels run, what is unsupported and why"),
+    "verify": ("megatron_sr.verify", "recompute the model params of a checkpoint from its main params and compare"),
+}
+"""Command -> (module, one line of help)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,34 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-
-    run = commands.add_parser(
-        "run",
-        help="run an unmodified Megatron-LM script with the --param-rounding flags",
-        description="Run an unmodified Megatron-LM script: it takes --param-rounding {nearest,stochastic} and --param-rounding-seed N.",
-    )
-    run.add_argument("script", help="for example pretrain_gpt.py")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-
-    from megatron_sr.study import demo
-
-    demo.add_arguments(
-        commands.add_parser(
-            "demo",
-            help="post-train a small model with both roundings and compare",
-            description=demo.__doc__.splitlines()[0],
-        )
-    )
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module, help) in COMMANDS.items():
+        command = commands.add_parser(name, help=help)
+        if name == chosen:
+            module = importlib.import_module(module)
+            command.description = module.__doc__.splitlines()[0]
+            module.add_arguments(command)
     args = parser.parse_args(argv)
-    if args.command == "demo":
-        return demo.main(args)
-    if not Path(args.script).is_file():
-        print(
-            f"megatron-sr run: error: {args.script}: there is no such file; give the path of a Megatron-LM script",
-            file=sys.stderr,
-        )
-        return 2
-    from megatron_sr.megatron.launch import run_script
-
-    run_script(args.script, args.arguments)
-    return 0
+    return importlib.import_module(COMMANDS[args.command][0]).main(args)
