@@ -1,0 +1,153 @@
+"""MXFP8 model params in Megatron: the second rounding, after the parameter all-gather.
+
+    FP32 main shard -SR, stream 0-> BF16 param buffer -> all-gather -> every rank: scales from amax, SR, stream 1 -> MXFP8
+
+The first rounding is that of any BF16 model. A block's scale needs its largest magnitude, and ZeRO shards cut blocks, so the
+second one works on the gathered tensor; its noise is keyed by coordinates, so all ranks get the same codes without
+communication. On machines without MXFP8 GEMMs (CPU, Hopper) the BF16 params then hold exactly the dequantized values
+(`MXFP8Weights`); with Transformer Engine's `MXFP8Tensor`s the same codes and scales go into these (`mxfp8_te`).
+
+Every all-gather of a bucket group ends in `_post_param_sync`, overlapped with the forward pass or not: that is the hook.
+Source: megatron/core/distributed/param_and_grad_buffer.py, core 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from megatron_sr import mxfp8
+from megatron_sr.config import ParamRounding
+from megatron_sr.megatron.identity import Identity
+from megatron_sr.megatron.mxfp8_layers import check_blocks, mxfp8_parameters
+from megatron_sr.mxfp8 import MXFP8Blocks
+from megatron_sr.noise import Noise
+
+STREAM = 1  # of the second rounding; the first one has `ParamRounding.stream`, 0
+
+
+class SecondRounding:
+    """The rounding of one gathered BF16 weight to MXFP8, as a pure function of (weight, seed, step, tensor, element).
+
+    config  mode nearest, `exclude` and `include` decide whether it draws; noise, seed, mxfp8_columnwise, mxfp8_scaling how.
+    """
+
+    def __init__(self, config: ParamRounding):
+        self.config = config
+
+    def quantize(self, weight: torch.Tensor, identity: Identity, step: int, axis: int = -1) -> MXFP8Blocks:
+        """Codes and scales of the row-wise (axis -1) or column-wise (axis 0) copy of a matrix.
+
+        weight    BF16, the whole local weight, [out, in].
+        identity  where its elements lie in the logical tensor.
+        """
+        return mxfp8.quantize(
+            weight,
+            noise=self.noise(identity.key, step, axis),
+            axis=axis,
+            segments=identity.segments,
+            tile=self.config.mxfp8_scaling == "2d",
+            min_scale=mxfp8.BF16_MIN_SCALE,
+        )
+
+    def noise(self, key: str, step: int, axis: int = -1) -> Noise | None:
+        """None rounds to nearest."""
+        config = self.config
+        if config.mode == "nearest" or not config.rounds(key) or (axis == 0 and config.mxfp8_columnwise == "nearest"):
+            return None
+        return Noise(config.seed, 0 if config.noise == "fixed" else step, key, config.stream + STREAM)
+
+
+class MXFP8Weights:
+    """The BF16 params of a model that hold dequantized MXFP8 values, and the scales under which they do.
+
+    names  the parameter -> its name in the model, for every one that is quantized.
+
+    Main params must exist already: from now on the params hold MXFP8 values, those of step 0 at first. Scales take 1/32 byte
+    a param; codes are not kept, `mxfp8.encode` gives them back exactly. Raises ValueError for shards that cut blocks, and
+    for layers of which it is not known whether Transformer Engine quantizes them.
+    """
+
+    def __init__(self, model, identities: Mapping[torch.nn.Parameter, Identity], config: ParamRounding):
+        self.names = mxfp8_parameters(model)
+        self._identities = identities
+        self._rounding = SecondRounding(config)
+        for parameter, name in self.names.items():
+            check_blocks(parameter, name, identities[parameter], config.mxfp8_scaling == "2d")
+        if not self.names:
+            raise ValueError(
+                "--param-rounding-format mxfp8: this model has no layer that MXFP8 quantizes (first_last_layers_bf16 keeps all in "
+                "BF16?); leave the format out"
+            )
+        self._scales: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._stale = set(self.names)
+        self.refresh(self.names, 0)
+
+    def stale(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """The param buffers hold BF16 values of the first rounding again (of these parameters; None: of all)."""
+        self._stale |= self.names.keys() if parameters is None else self.names.keys() & set(parameters)
+
+    @torch.no_grad()
+    def refresh(self, parameters: Iterable[torch.nn.Parameter], step: int) -> None:
+        """Round those of `parameters` that are stale, whole and gathered, to MXFP8 in place.
+
+        The others stay as they are: quantized once more they would keep their values, but not their scales.
+        """
+        for parameter in parameters:
+            if parameter in self._stale:
+                blocks = self._rounding.quantize(parameter.data, self._identities[parameter], step)
+                parameter.data.copy_(blocks.dequantize(parameter.dtype))
+                self._scales[parameter] = blocks.scale
+                self._stale.discard(parameter)
+
+    def scales(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Parameter -> uint8 scales [out, in / 32] of its row-wise blocks. Raises RuntimeError while any is stale."""
+        if self._stale:
+            waiting = sorted(self.names[parameter] for parameter in self._stale)
+            raise RuntimeError(
+                f"{len(waiting)} weights are not quantized yet ({', '.join(waiting[:4])}): their all-gather has not finished; with "
+                "--overlap-param-gather call model_chunk.start_param_sync(force_sync=True) first"
+            )
+        return dict(self._scales)
+
+    def codes(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Parameter -> its row-wise E4M3 codes (float8_e4m3fn, of its shape). Memory: 1 byte a param.
+
+        Raises RuntimeError, naming it, when a param no longer holds values of its scales (it was written to behind our back).
+        """
+        codes = {}
+        for parameter, scale in self.scales().items():
+            try:
+                codes[parameter] = mxfp8.encode(parameter.detach(), scale).view(torch.float8_e4m3fn)
+            except ValueError as error:
+                raise RuntimeError(
+                    f"{self.names[parameter]} does not hold the MXFP8 values of the last rounding ({error}); was it written to after "
+                    "the step? Copy main params to model params and gather again"
+                ) from None
+        return codes
+
+
+def after_param_sync(model, refresh: Callable[[list[torch.nn.Parameter]], None]) -> None:
+    """Call `refresh(parameters)` whenever the parameters of a bucket group have been gathered.
+
+    model: DistributedDataParallel, or the list of its chunks. Raises ValueError for anything else.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        if not isinstance(chunk, DistributedDataParallel) or not chunk.ddp_config.use_distributed_optimizer:
+            raise ValueError(
+                "--param-rounding-format mxfp8 needs Megatron's DistributedDataParallel with the distributed optimizer: its "
+                f"all-gather is where params become MXFP8; found {type(chunk).__name__}; add --use-distributed-optimizer"
+            )
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            group._post_param_sync = _then(group._post_param_sync, refresh, group)
+
+
+def _then(original: Callable, refresh: Callable, group) -> Callable:
+    def post_param_sync():
+        original()
+        refresh([parameter for bucket in group.buckets for parameter in bucket.params_list])
+
+    return post_param_sync
