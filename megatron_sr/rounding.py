@@ -96,11 +96,11 @@ def round_segments_(
 
 
 class RoundingPlan:
-    """Stochastic rounding of the same tensors at every optimizer step, as one launch.
+    """Rounding of the same tensors at every optimizer step, as one launch.
 
     dst, src           equally long lists of contiguous tensors, as in `round_segments_`.
     keys_and_segments  one (tensor key, [Segment, ...]) for each pair.
-    seed, stream       of the noise; see `Noise`.
+    seed, stream       of the noise; see `Noise`. seed None: to nearest, ties to even; keys and steps then do not matter.
 
     The segments and the Philox keys are prepared here, once. The cpu backend needs no temporary memory. Tensors are
     held by reference: a tensor whose storage moves (`.data = ...`) is followed. Raises TypeError or ValueError as
@@ -113,21 +113,22 @@ class RoundingPlan:
         src: Sequence[torch.Tensor],
         keys_and_segments: Sequence[tuple[str, Sequence[Segment]]],
         *,
-        seed: int,
+        seed: int | None,
         stream: int = 0,
         format: str | Format = "bf16",
         backend: str = "auto",
     ):
         format = formats.get(format)
-        check_u64("seed", seed)
+        if seed is not None:
+            check_u64("seed", seed)
         check_u64("stream", stream)
         dst, src, keys_and_segments = list(dst), list(src), list(keys_and_segments)
         _check_lengths(dst, src, keys_and_segments)
-        self._table = PieceTable(*_check_pairs(dst, src, format), format, stochastic=True)
+        self._table = PieceTable(*_check_pairs(dst, src, format), format, stochastic=seed is not None)
         for i, (key, segments) in enumerate(keys_and_segments):
             if not isinstance(key, str):
                 raise TypeError(f"keys_and_segments[{i}]: the key must be a str, not {type(key).__name__}")
-            words = philox_key(seed, key, stream)
+            words = philox_key(seed, key, stream) if seed is not None else (0, 0)
             for segment in check_segments(segments, dst[i], src[i], i):
                 self._table.add(i, segment, words, 0)
         self._table.seal()

@@ -1,37 +1,46 @@
-"""Stochastic rounding in Megatron-Core's DistributedOptimizer: main params into the param buffer, before the all-gather.
+"""Stochastic rounding in a Megatron-Core optimizer: `apply_param_rounding` and the `Controller` it returns.
 
-Megatron's step of a ZeRO shard is: Adam on the FP32 main shard, `_copy_main_params_to_model_params` (a cast into the rank's
-place in the param buffer), all-gather. Only the cast is replaced, by one launch over all shards of an optimizer instance. The
-bits are a pure function of (main params, seed, step, tensor, element), so the copy may be repeated at will.
-Source: megatron/core/optimizer/distrib_optimizer.py, core 0.19.
+At every cast site (see sites/) only the cast of FP32 main params to model params is replaced, by one launch over all shards of
+an optimizer instance. The bits are a pure function of (main params, seed, step, tensor, element), so the copy may be repeated
+at will.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from megatron_sr.config import ParamRounding
-from megatron_sr.coordinates import clip
 from megatron_sr.megatron import checkpoint
 from megatron_sr.megatron.identity import Identity, identify, model_chunks
+from megatron_sr.megatron.metrics import Metrics
+from megatron_sr.megatron.replicas import differing_replicas
+from megatron_sr.megatron.sites import Site, make_sites, parts
 from megatron_sr.megatron.support import check_supported
-from megatron_sr.rounding import RoundingPlan
 
 
 class Controller:
     """Parameter rounding of one Megatron optimizer, as `apply_param_rounding` has set it up.
 
-    config  the ParamRounding.
-    step    draws so far, which is the number of successful optimizer steps (C7); 0 with nearest, which draws nothing.
+    config      the ParamRounding, its format settled.
+    step        draws so far, which is the number of successful optimizer steps (C7); 0 with nearest, which draws nothing.
+    sites       the cast sites of this rank; none with nearest.
+    identities  of this rank's whole model params; none with nearest.
     """
 
-    def __init__(self, config: ParamRounding, shards: list[_ShardRounding]):
-        self.config = config
-        self._shards = shards
+    def __init__(self, config: ParamRounding, sites: list[Site], identities: dict[torch.nn.Parameter, Identity]):
+        self.config, self.sites, self.identities = config, sites, identities
+        self._on_metrics: list[Callable[[int, dict[str, float]], None]] = []
+        self._after_gather: list[Callable[[int], None]] = []
+        self._metrics: Metrics | None = None
+        self._checked = 0  # the last step that --param-rounding-verify-interval has checked
+        self._gathers_late = False
 
     @property
     def step(self) -> int:
-        steps = sorted({shard.step for shard in self._shards})
+        steps = sorted({site.step for site in self.sites})
         if len(steps) > 1:
             raise RuntimeError(
                 f"chained optimizers have made {steps} steps; step the whole optimizer, not one of its parts"
@@ -45,8 +54,102 @@ class Controller:
     def load_state_dict(self, state: dict) -> None:
         """Continue at the state's step. Raises ValueError when it was saved under another mode, seed, format or noise."""
         checkpoint.check_loadable(state, self.config)
-        for shard in self._shards:
-            shard.set_step(state["step"])
+        for site in self.sites:
+            site.set_step(state["step"])
+
+    def round_again(self) -> None:
+        """Round main params to model params once more, without a new draw; the ranks' shards still have to be gathered."""
+        for site in self.sites:
+            site.round_()
+
+    def mismatches(self) -> list[str]:
+        """Names of the tensors of which this rank's share of the model params is not the rounding of its main params."""
+        return sorted({name for site in self.sites for name in site.mismatches()})
+
+    def verify(self) -> None:
+        """Check that all replicas of every tensor hold the same bits, and that these are the rounding of the main params.
+
+        Collective over all ranks; not between a step and an all-gather that overlaps with the next forward pass. Raises
+        RuntimeError on every rank, naming tensors and ranks.
+        """
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        faults = [f"replicas differ: {text}" for text in differing_replicas(self.identities, device)]
+        steps = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(steps, (self.step if self.sites else None, self.mismatches()))
+        known = {step for step, _ in steps if step is not None}
+        if len(known) > 1:
+            faults.append(f"ranks have made different numbers of steps: {sorted(known)}")
+        wrong: dict[str, list[int]] = {}
+        for rank, (_, names) in enumerate(steps):
+            for name in names:
+                wrong.setdefault(name, []).append(rank)
+        faults += [
+            f"not the rounding of the main params: {name} on ranks {', '.join(map(str, ranks))}"
+            for name, ranks in sorted(wrong.items())
+        ]
+        if faults:
+            shown = "\n  ".join(faults[:20] + ([f"... and {len(faults) - 20} more"] if len(faults) > 20 else []))
+            raise RuntimeError(
+                f"model params are not what they should be after optimizer step {max(known, default=0)}:\n  {shown}\n"
+                "something other than the optimizer has written to them, or memory or communication is faulty; go on from the "
+                "last checkpoint"
+            )
+
+    def on_metrics(self, report: Callable[[int, dict[str, float]], None]) -> None:
+        """Call `report(step, metrics)` on every rank after each step that --param-rounding-log-interval names; see metrics.py."""
+        self._on_metrics.append(report)
+
+    def after_gather(self, action: Callable[[int], None]) -> None:
+        """Call `action(step)` on every rank after each successful step, when model params are gathered, in order of registration.
+
+        For what is derived from whole model params, as MXFP8 copies are. Raises ValueError with --overlap-param-gather, where
+        params arrive one by one during the next forward pass.
+        """
+        if self._gathers_late:
+            raise ValueError(
+                "this needs all params right after the step, but --overlap-param-gather gathers them during the next forward "
+                "pass; leave it out"
+            )
+        self._after_gather.append(action)
+
+    def _watch(self, optimizer) -> None:
+        """Measure, check and call back around `optimizer.step`, which every rank calls whether it holds parameters or not."""
+        original = optimizer.step
+
+        @functools.wraps(original)
+        def step(*args, **kwargs):
+            self._verify_if_due(late=True)
+            measuring = self._due(self.config.log_interval, self.step + 1)
+            if measuring:
+                self._metrics = self._metrics or Metrics(self.sites, _device(self.identities))
+                self._metrics.start()
+            result = original(*args, **kwargs)
+            successful = bool(result[0])
+            metrics = self._metrics.finish(successful) if measuring else None
+            if metrics is not None:
+                for report in self._on_metrics:
+                    report(self.step, metrics)
+            if successful:
+                for action in self._after_gather:
+                    action(self.step)
+                self._verify_if_due(late=False)
+            return result
+
+        optimizer.step = step
+
+    def _verify_if_due(self, late: bool) -> None:
+        """With an overlapped all-gather, params are complete only when the next step begins: they are checked then."""
+        if (
+            late == self._gathers_late
+            and self.step != self._checked
+            and self._due(self.config.verify_interval, self.step)
+        ):
+            self._checked = self.step
+            self.verify()
+
+    @staticmethod
+    def _due(interval: int, step: int) -> bool:
+        return interval > 0 and step > 0 and step % interval == 0
 
 
 def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
@@ -55,103 +158,57 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     optimizer  what `get_megatron_optimizer` returned.
     model      the model chunk it optimizes, or the list of chunks; in DDP or bare.
 
-    nearest leaves the step as it is, no attribute replaced (C4); it only refuses optimizer states saved under stochastic.
-    Raises ValueError for what is not supported (C6), and, naming it, for a parameter without a layout-independent identity.
+    nearest (in the model's own format) leaves the step as it is, no attribute replaced (C4); it only refuses optimizer states
+    saved under stochastic. Raises ValueError for what is not supported (C6), for an include or exclude glob that matches no
+    tensor, and, naming it, for a parameter without a layout-independent identity. Collective over all ranks if globs are given.
     """
-    if config.mode == "nearest":
-        for part in _parts(optimizer):
+    if _is_megatrons_own(config, optimizer):
+        for part in parts(optimizer):
             if isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer):
                 checkpoint.on_load(part.optimizer, config, loaded=lambda state: None)
-        return Controller(config, [])
-    config = config.for_dtype(torch.bfloat16)
-    parts = _supported_parts(optimizer, model)
-    identities = identify(model)
-    return Controller(config, [_ShardRounding(part, identities, config) for part in parts])
-
-
-def _parts(optimizer) -> list:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _supported_parts(optimizer, model) -> list:
-    """The DistributedOptimizer instances that hold parameters; ValueError if anything else is among them."""
-    from megatron.core.optimizer import ChainedOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    parts = _parts(optimizer)
-    for part in parts:
+        return Controller(config, [], {})
+    for part in parts(optimizer):
         check_supported(part.config, *([part.ddp_config] if hasattr(part, "ddp_config") else []), *_configs(model))
-        if type(part) is not DistributedOptimizer or type(optimizer) not in (DistributedOptimizer, ChainedOptimizer):
-            raise ValueError(
-                f"--param-rounding stochastic does not know {type(optimizer).__name__} of {type(part).__name__}; "
-                "use Megatron's DistributedOptimizer with Adam, or --param-rounding nearest"
-            )
-        if "_copy_main_params_to_model_params" in vars(part):
-            raise ValueError(
-                "the optimizer's copy of main params is already replaced; call apply_param_rounding only once"
-            )
-    return [part for part in parts if not part.is_stub_optimizer]
+    config = config.for_dtype(_dtype(optimizer))
+    identities = identify(model)
+    _check_globs(config, identities)
+    controller = Controller(config, make_sites(optimizer, identities, config), identities)
+    controller._gathers_late = any(getattr(part.config, "overlap_param_gather", False) for part in parts(optimizer))
+    controller._watch(optimizer)
+    return controller
+
+
+def _is_megatrons_own(config: ParamRounding, optimizer) -> bool:
+    """Whether Megatron's own cast is what `config` asks for: to nearest, and into no simulated format."""
+    return config.mode == "nearest" and (
+        config.format in (None, "mxfp8") or config.format == ParamRounding().for_dtype(_dtype(optimizer)).format
+    )
+
+
+def _dtype(optimizer) -> torch.dtype:
+    """The dtype of the model params that are cast to."""
+    config = parts(optimizer)[0].config
+    return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
 
 
 def _configs(model) -> list:
     return [chunk.config for chunk in model_chunks(model)]
 
 
-class _ShardRounding:
-    """Stochastic rounding in one DistributedOptimizer: this rank's main shards, their places in the param buffers, the step."""
-
-    def __init__(self, optimizer, identities: dict[torch.nn.Parameter, Identity], config: ParamRounding):
-        self.config = config
-        self.step = 0
-        self._inner = optimizer.optimizer
-        pairs = list(_pairs(optimizer, optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups))
-        self._plan = RoundingPlan(
-            [place for _, place, _ in pairs],
-            [main for _, _, main in pairs],
-            [_shard_identity(optimizer, param, identities) for param, _, _ in pairs],
-            seed=config.seed,
-            stream=config.stream,
-            format=config.format,
-        )
-        # FP32 model params (an FP32 router, say) keep Megatron's plain copy.
-        self._fp32 = [
-            (place, main)
-            for _, place, main in _pairs(optimizer, optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
-        ]
-        self.set_step(0)
-        # Torch's own hooks count: the inner step runs exactly when Megatron has not skipped the step for an overflow.
-        self._inner.register_step_post_hook(lambda *_: self.set_step(self.step + 1))
-        checkpoint.on_load(self._inner, config, loaded=lambda state: self.set_step(state["step"]))
-        optimizer._copy_main_params_to_model_params = self.copy_main_params_to_model_params
-
-    def set_step(self, step: int) -> None:
-        self.step = step
-        checkpoint.store(self._inner, checkpoint.rounding_state(self.config, step))
-
-    @torch.no_grad()
-    def copy_main_params_to_model_params(self) -> None:
-        """As Megatron's method of this name; the same bits however often it is called between two steps."""
-        self._plan.run_(0 if self.config.noise == "fixed" else self.step)
-        for place, main in self._fp32:
-            place.copy_(main)
+def _device(identities: dict) -> torch.device:
+    return next(iter(identities)).device
 
 
-def _pairs(optimizer, model_groups, main_groups):
-    """(model param, this rank's place for it in the param buffer, its main shard), both flat and of equal length."""
-    for model_group, main_group in zip(model_groups, main_groups, strict=True):
-        for param, main in zip(model_group, main_group, strict=True):
-            where = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-            buffer, _, bucket = optimizer.model_param_gbuf_map[param]
-            yield param, optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[where.start : where.end], main
-
-
-def _shard_identity(optimizer, param: torch.nn.Parameter, identities: dict) -> Identity:
-    """The identity of this rank's shard of `param`. ZeRO cuts the flat parameter anywhere, also within a row."""
-    if param not in identities:
+def _check_globs(config: ParamRounding, identities: dict) -> None:
+    """Raise ValueError for a glob that matches no tensor on any rank. Collective when globs are given."""
+    unmatched = config.unmatched({identity.key for identity in identities.values()})
+    if not config.include + config.exclude:
+        return
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, unmatched)
+    nowhere = [glob for glob in unmatched if all(glob in others for others in everyone)]
+    if nowhere:
+        names = sorted({identity.key for identity in identities.values()})
         raise ValueError(
-            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the given model; "
-            "pass every model chunk that the optimizer was made for"
+            f"--param-rounding-include/-exclude {' '.join(nowhere)} matches no tensor; this rank's are: {', '.join(names)}"
         )
-    shard = optimizer._get_model_param_range_map(param)["param"]
-    key, segments = identities[param]
-    return Identity(key, clip(segments, shard.start, shard.end))

@@ -1,8 +1,8 @@
 """What stochastic rounding cannot do yet in Megatron-Core: refused at start-up with the flag, its value and the way out (C6).
 
 One table serves Megatron-LM's parsed arguments and the configurations behind a finished optimizer, whose fields bear the
-same names. Each entry is a place where main params become model params without passing through
-`DistributedOptimizer._copy_main_params_to_model_params`, or where weights change after it.
+same names. Each entry is a place where main params become model params without passing through a cast site of sites/, or
+where weights change after it. Optimizers that sites/ does not know are refused there, by their class.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ class Refusal(NamedTuple):
 
 
 _REFUSALS = (
-    Refusal("fp16", "--fp16", bool, "only BF16 model params are rounded stochastically", "use --bf16"),
-    Refusal("bf16", "--bf16", lambda on: not on, "there are no BF16 model params to round to", "add --bf16"),
-    Refusal("optimizer", "--optimizer", lambda name: name != "adam", "only Adam(W) is supported", "use --optimizer adam"),
     Refusal("use_megatron_fsdp", "--use-megatron-fsdp", bool, "Megatron-FSDP casts its own main weights", "leave it out"),
     Refusal("use_torch_fsdp2", "--use-torch-fsdp2", bool, "FSDP2 keeps no Megatron main params",
             "use --use-distributed-optimizer instead"),
@@ -37,9 +34,6 @@ _REFUSALS = (
     Refusal("fp4_param_gather", "--fp4-param-gather", bool, "model params are quantized from FP32 elsewhere", "leave it out"),
     Refusal("fp4", "--fp4-format", bool, "FP4 recipes are not supported yet", "leave it out"),
     Refusal("qk_clip", "--qk-clip", bool, "it edits weights after the optimizer step", "leave it out"),
-    # last, so that an optimizer which is not distributed for one of the reasons above is refused for that reason
-    Refusal("use_distributed_optimizer", "--use-distributed-optimizer", lambda on: not on,
-            "without it each rank casts all of its params at another place", "add --use-distributed-optimizer"),
 )  # fmt: skip
 
 
@@ -48,14 +42,21 @@ def check_supported(*settings) -> None:
 
     A field is looked up in the first of `settings` that has it; a field that none has is not checked.
     """
+    if not (_look_up(settings, "bf16", True) or _look_up(settings, "fp16", False)):
+        raise ValueError(
+            "--param-rounding stochastic does not work with --bf16 off: model params are FP32, so main params are not rounded; "
+            "add --bf16 or --fp16, or use --param-rounding nearest"
+        )
     for refusal in _REFUSALS:
-        holder = next((s for s in settings if hasattr(s, refusal.field)), None)
-        if holder is None:
-            continue
-        value = getattr(holder, refusal.field)
-        if refusal.refused(value):
+        value = _look_up(settings, refusal.field, None)
+        if value is not None and refusal.refused(value):
             shown = "off" if value in (None, False) else "on" if value is True else value
             raise ValueError(
                 f"--param-rounding stochastic does not work with {refusal.flag} {shown}: {refusal.reason}; "
                 f"{refusal.way_out}, or use --param-rounding nearest"
             )
+
+
+def _look_up(settings, field: str, default):
+    """The field of the first of `settings` that has it."""
+    return next((getattr(s, field) for s in settings if hasattr(s, field)), default)

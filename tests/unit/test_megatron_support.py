@@ -10,7 +10,7 @@ from megatron_sr.megatron.model import Layout
 from megatron_sr.megatron.support import check_supported
 
 SUPPORTED = dict(
-    fp16=False, bf16=True, optimizer="adam", use_distributed_optimizer=True, use_megatron_fsdp=False, use_torch_fsdp2=False,
+    use_megatron_fsdp=False, use_torch_fsdp2=False,
     use_precision_aware_optimizer=False, optimizer_cpu_offload=False, optimizer_cuda_graph=False,
     fp8=None, fp8_param_gather=False, fp4=None, fp4_param_gather=False, qk_clip=False,
 )  # fmt: skip
@@ -23,9 +23,19 @@ def test_the_supported_setting_passes():
 @pytest.mark.parametrize("field", SUPPORTED)
 def test_c6_each_unsupported_value_is_refused_alone(field):
     """Naming a flag, its value, a reason and a way out."""
-    flipped = {"optimizer": "muon", "fp8": "hybrid", "fp4": "e2m1"}.get(field, not SUPPORTED[field])
+    flipped = {"fp8": "hybrid", "fp4": "e2m1"}.get(field, not SUPPORTED[field])
     with pytest.raises(ValueError, match=r"^--param-rounding stochastic does not work with --\S+ \S+: .+; .+nearest$"):
         check_supported(SimpleNamespace(**SUPPORTED | {field: flipped}))
+
+
+@pytest.mark.parametrize("bf16, fp16, works", [(True, False, True), (False, True, True), (False, False, False)])
+def test_c6_fp32_model_params_are_refused(bf16, fp16, works):
+    settings = SimpleNamespace(**SUPPORTED, bf16=bf16, fp16=fp16)
+    if works:
+        check_supported(settings)
+    else:
+        with pytest.raises(ValueError, match="--bf16 off: .*; add --bf16 or --fp16, or use --param-rounding nearest"):
+            check_supported(settings)
 
 
 def test_the_first_setting_that_has_a_field_answers():
@@ -33,12 +43,6 @@ def test_the_first_setting_that_has_a_field_answers():
     check_supported(optimizer_config, SimpleNamespace(**SUPPORTED | {"bf16": False}))
     with pytest.raises(ValueError, match="--qk-clip on"):
         check_supported(optimizer_config, SimpleNamespace(**SUPPORTED | {"qk_clip": True}))
-
-
-def test_an_unsuitable_optimizer_is_refused_for_its_own_reason_first():
-    """--use-torch-fsdp2 excludes --use-distributed-optimizer: advising to add the latter would help nobody."""
-    with pytest.raises(ValueError, match="--use-torch-fsdp2 on"):
-        check_supported(SimpleNamespace(**SUPPORTED | {"use_torch_fsdp2": True, "use_distributed_optimizer": False}))
 
 
 @pytest.mark.parametrize(
