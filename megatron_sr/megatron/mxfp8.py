@@ -20,7 +20,7 @@ import torch
 from megatron_sr import mxfp8
 from megatron_sr.config import ParamRounding
 from megatron_sr.megatron.identity import Identity
-from megatron_sr.megatron.mxfp8_layers import check_blocks, mxfp8_parameters
+from megatron_sr.megatron.mxfp8_layers import bf16_layers, check_blocks, mxfp8_parameters
 from megatron_sr.mxfp8 import MXFP8Blocks
 from megatron_sr.noise import Noise
 
@@ -62,7 +62,8 @@ class SecondRounding:
 class MXFP8Weights:
     """The BF16 params of a model that hold dequantized MXFP8 values, and the scales under which they do.
 
-    names  the parameter -> its name in the model, for every one that is quantized.
+    names        the parameter -> its name in the model, for every one that is quantized.
+    bf16_layers  decoder layers, from 0, that stay BF16.
 
     Main params must exist already: from now on the params hold MXFP8 values, those of step 0 at first. Scales take 1/32 byte
     a param; codes are not kept, `mxfp8.encode` gives them back exactly. Raises ValueError for shards that cut blocks, and
@@ -70,7 +71,7 @@ class MXFP8Weights:
     """
 
     def __init__(self, model, identities: Mapping[torch.nn.Parameter, Identity], config: ParamRounding):
-        self.names = mxfp8_parameters(model)
+        self.names, self.bf16_layers = mxfp8_parameters(model), bf16_layers(model)
         self._identities = identities
         self._rounding = SecondRounding(config)
         for parameter, name in self.names.items():

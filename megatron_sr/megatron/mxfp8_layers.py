@@ -60,6 +60,14 @@ def _of_chunk(chunk: torch.nn.Module):
                 yield f"{path}.{name}", parameter
 
 
+def bf16_layers(model) -> set[int]:
+    """The decoder layers, from 0, of the whole model that `first_last_layers_bf16` keeps in BF16; the same on every rank."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    config = model_chunks(model)[0].config
+    return {layer for layer in range(config.num_layers) if is_first_last_bf16_layer(config, layer)}
+
+
 def _ancestors(path: str):
     while path:
         path = path.rpartition(".")[0]

@@ -7,6 +7,7 @@ expert-parallel group, then broadcast from the pipeline stage that holds the uni
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,21 +20,28 @@ Unit = int | str
 
 
 def export_hf(
-    model, hf_config, tensors: Mapping[torch.nn.Parameter, torch.Tensor] | None = None
+    model,
+    hf_config,
+    tensors: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+    *,
+    scales: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, whole tensor) of every weight, on every rank the same, in the order of `names.expected_shapes`.
 
     model    a GPTModel or its chunks (virtual pipeline), bare or wrapped (DDP, Float16Module)
     tensors  values to export in place of the parameters': one tensor of the local shard's shape per parameter (FP32 main params)
+    scales   a second tensor of some parameters, split over the ranks as the parameter is; exported as NAME_scale
+    shapes   all names and shapes, in order, when there are scales; the same on every rank
 
     Collective over the tensor-, expert- and pipeline-parallel groups: every rank must exhaust the iterator. A yielded tensor may
     be a view of a live parameter: clone it to keep it beyond the next optimizer step.
     Raises ValueError for a parameter outside the supported families, or one that `tensors` lacks.
     """
-    shapes = names.expected_shapes(hf_config)
+    shapes = names.expected_shapes(hf_config) if shapes is None else shapes
     units = _units(shapes)
     groups, chunks = ExportGroups(), _chunks(model)
-    mine = _local_units(chunks, hf_config, tensors, groups)
+    mine = _local_units(chunks, hf_config, tensors, scales or {}, groups)
     owner, dtypes = _owners(units, mine, groups)
     device = next(chunks[0].parameters()).device
     for unit, unit_names in units.items():
@@ -141,7 +149,7 @@ def _parameters(chunks, hf_config, groups: ExportGroups) -> Iterator[tuple[str, 
             yield name, entry, parameter
 
 
-def _local_units(chunks, hf_config, tensors, groups) -> dict[Unit, list[tuple[Entry, torch.Tensor]]]:
+def _local_units(chunks, hf_config, tensors, scales, groups) -> dict[Unit, list[tuple[Entry, torch.Tensor]]]:
     """What this rank contributes to each unit. The tied copy on the last stage contributes nothing."""
     out: dict[Unit, list[tuple[Entry, torch.Tensor]]] = {}
     for name, entry, parameter in _parameters(chunks, hf_config, groups):
@@ -158,7 +166,10 @@ def _local_units(chunks, hf_config, tensors, groups) -> dict[Unit, list[tuple[En
                 raise ValueError(
                     f"export: the value given for {name!r} is {list(value.shape)}, the parameter {list(parameter.shape)}"
                 )
-        out.setdefault(_unit_of(entry.hf[0]), []).append((entry, value))
+        unit = out.setdefault(_unit_of(entry.hf[0]), [])
+        unit.append((entry, value))
+        if parameter in scales:
+            unit.append((replace(entry, hf=tuple(f"{hf}_scale" for hf in entry.hf)), scales[parameter]))
     return out
 
 
