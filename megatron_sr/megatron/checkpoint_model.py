@@ -1,0 +1,177 @@
+"""Model params in Megatron's checkpoints: verified on load, or left out and recomputed.
+
+What a checkpoint holds twice - FP32 main params, and model params that are their rounding - must agree. After the optimizer's state
+has come back (Megatron loads the model before it) each rank compares its own shard:
+
+    checkpoint of               model params must be               afterwards
+    the same configuration      its stochastic rounding            as they are
+    a run without rounding      the rounding to nearest            rounded stochastically, at the optimizer's step
+    another configuration       (refused, or with recompute:)      rounded anew, at the saved step
+    --param-rounding-save-model none   absent                      rounded anew, at the saved step
+
+Three methods of each DistributedOptimizer or Float16 optimizer are wrapped, on the instance: `sharded_state_dict`, where entries of
+model params become LocalNonpersistentObjects (Megatron's own way to say "not stored"), `load_state_dict` and, for --ckpt-format
+torch, `load_parameter_state_from_dp_zero`. Whether a checkpoint holds model params stands in its content metadata, which Megatron-LM
+stores and hands back on load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from megatron_sr.config import FLAGS, ParamRounding
+from megatron_sr.megatron import checkpoint
+from megatron_sr.megatron.checkpoint_index import bucket_index, is_rounded
+from megatron_sr.megatron.recompute import Mismatch, Piece, mismatches
+
+SAVE_MODEL = "param_rounding_save_model"
+"""The key in the content metadata of a checkpoint."""
+
+
+def attach(site) -> None:
+    """Make the checkpoints of `site.optimizer` verify, or leave out, the model params that `site` rounds. Once per site.
+
+    site  a cast site (`megatron_sr.megatron.sites`) with an optimizer that holds main params apart from model params.
+    From now on `site.optimizer.load_state_dict` raises ValueError, naming the tensors, when the model's params (loaded before) are
+    not the rounding of the main params that it has loaded and the configuration says on_mismatch="error".
+    """
+    _ModelParams(site)
+
+
+class _ModelParams:
+    def __init__(self, site):
+        self.site = site
+        self.saved: dict | None = None  # the rounding state that is being loaded
+        self.absent = False  # the checkpoint that is being loaded holds no model params
+        site.inner.register_load_state_dict_pre_hook(self._remember)
+        self._sharded_state_dict = site.optimizer.sharded_state_dict
+        self._load_state_dict = site.optimizer.load_state_dict
+        site.optimizer.sharded_state_dict = self.sharded_state_dict
+        site.optimizer.load_state_dict = self.load_state_dict
+        if hasattr(site.optimizer, "load_parameter_state_from_dp_zero"):
+            self._load_dp_zero = site.optimizer.load_parameter_state_from_dp_zero
+            site.optimizer.load_parameter_state_from_dp_zero = self.load_parameter_state_from_dp_zero
+
+    def _remember(self, _, state_dict: dict) -> None:
+        self.saved = checkpoint.find(state_dict["param_groups"])
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, *more, metadata=None, **named):
+        """As Megatron's. Changes `model_sharded_state_dict` in place when the checkpoint holds no model params."""
+        state = self._sharded_state_dict(model_sharded_state_dict, is_loading, *more, metadata=metadata, **named)
+        if is_loading:
+            self.absent = (metadata or {}).get(SAVE_MODEL, "full") == "none"
+        else:
+            self.absent = self.site.config.save_model == "none"
+            if self.absent and metadata is None:
+                raise ValueError(
+                    f"{FLAGS['save_model']} none needs a checkpoint with content metadata, which tells the next load that model "
+                    "params are absent: give sharded_state_dict a metadata dict and dist_checkpointing.save the same "
+                    f"as content_metadata, or use {FLAGS['save_model']} full"
+                )
+            if metadata is not None:
+                metadata[SAVE_MODEL] = self.site.config.save_model
+            if isinstance(state, dict):  # None on the ranks that write nothing in Megatron's memory-efficient mode
+                state |= bucket_index(self.site, metadata)
+        if self.absent:
+            _leave_out(model_sharded_state_dict, _rounded_params(self.site))
+        return state
+
+    def load_state_dict(self, state_dict) -> None:
+        self._load_state_dict(state_dict)
+        # A DistributedOptimizer also loads its own state dict, without main params, to allocate its state.
+        if "param_state" in state_dict or "gbuf_ranges" not in vars(self.site.optimizer):
+            self._loaded()
+
+    def load_parameter_state_from_dp_zero(self, *args, **named) -> None:
+        self._load_dp_zero(*args, **named)
+        self._loaded()
+
+    def _loaded(self) -> None:
+        """Main params, step and (unless absent) model params are those of the checkpoint."""
+        site, config = self.site, self.site.config
+        saved = checkpoint.saved_config(self.saved) if self.saved else ParamRounding(mode="nearest")
+        changed = checkpoint.differences(saved, config)
+        if self.absent:
+            checkpoint.say(f"model params are recomputed from main params at step {site.step}: the checkpoint holds none")
+        elif not changed or self.saved is None:
+            wrong = _everywhere(mismatches(_pieces(site), saved, site.step), site)
+            if wrong:
+                _report(wrong, config, site.step)
+            elif not changed:
+                return
+        if self.saved is None:
+            checkpoint.say(
+                f"{FLAGS['mode']} stochastic (seed {config.seed}) from step {site.step} on: this checkpoint was saved without it"
+            )
+        elif changed:
+            listed = ", ".join(f"{FLAGS[field]} {old} -> {new}" for field, (old, new) in changed.items())
+            checkpoint.say(f"model params are rounded anew at step {site.step}, with other settings: {listed}")
+        site.round_()
+        _gather(site.optimizer)
+
+
+def _rounded_params(site) -> set[torch.nn.Parameter]:
+    """The model params that the ranks of this optimizer round together: in a DistributedOptimizer each rank has pieces of some only."""
+    shared = (param for buffer in getattr(site.optimizer, "buffers", ()) for param in buffer.params)
+    return {piece.param for piece in site.pieces} | {param for param in shared if is_rounded(param)}
+
+
+def _pieces(site) -> Iterator[Piece]:
+    for piece in site.pieces:
+        yield Piece(piece.identity.key, piece.identity.segments, piece.place.detach().view(-1), piece.main.detach().view(-1))
+
+
+def _everywhere(wrong: list[Mismatch], site) -> list[Mismatch]:
+    """The mismatches of all ranks that share the optimizer's params, so that these act alike. Collective over that group."""
+    group = getattr(site.optimizer, "data_parallel_group", None)
+    if group is None or group.size() == 1:
+        return wrong
+    everyone: list = [None] * group.size()
+    torch.distributed.all_gather_object(everyone, wrong, group=group)
+    total: dict[str, Mismatch] = {}
+    for key, differing, numel in (one for ranks in everyone for one in ranks):
+        known = total.get(key, Mismatch(key, 0, 0))
+        total[key] = Mismatch(key, known.differing + differing, known.numel + numel)
+    return [total[key] for key in sorted(total)]
+
+
+def _report(wrong: list[Mismatch], config: ParamRounding, step: int) -> None:
+    listed = ", ".join(map(str, wrong[:3])) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    if config.on_mismatch == "error":
+        raise ValueError(
+            f"the checkpoint's model params are not the rounding of its main params at step {step}: {listed}. It was edited, mixed "
+            "from two checkpoints or damaged. Load an older one (--ckpt-step), or, if the main params are right, "
+            f"{FLAGS['on_mismatch']} recompute"
+        )
+    checkpoint.say(f"model params are recomputed from main params at step {step}; the checkpoint's differed: {listed}")
+
+
+def _gather(optimizer) -> None:
+    """The parameter all-gather of this optimizer's buckets; nothing to do where every rank rounds whole params.
+
+    Not `start_param_sync` of the model chunks: that also gathers the buckets of other optimizers, whose ranks may not be here.
+    """
+    own = {id(bucket) for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets}
+    for chunk in getattr(optimizer, "model_chunks", ()) if own else ():
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if any(id(bucket) in own for bucket in group.buckets):
+                chunk._start_bucket_group_param_sync(group, force_sync=True)
+
+
+def _leave_out(state, params: set[torch.nn.Parameter]) -> None:
+    """Replace the entries of `params` in a model's sharded state dict, in place and at any depth.
+
+    On load they come back as NaN, without memory of their own, and are overwritten once main params are there: a load that forgot
+    to recompute them would not go unnoticed.
+    """
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    for key, entry in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(entry, (dict, list)):
+            _leave_out(entry, params)
+        elif isinstance(entry, ShardedBase) and isinstance(entry.data, torch.nn.Parameter) and entry.data in params:
+            nan = torch.full((), torch.nan, dtype=entry.data.dtype, device=entry.data.device)
+            state[key] = LocalNonpersistentObject(nan.expand(entry.data.shape))

@@ -1,0 +1,83 @@
+"""Model params again, from main params, seed and step: compare with what is there.
+
+Rounding has no state, so FP32 main params, the configuration and the step determine every bit of the model params (design: C1). A
+checkpoint that was edited, mixed from two or damaged shows as a tensor whose bits are not the rounding of its main params.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from megatron_sr.config import ParamRounding
+from megatron_sr.coordinates import Segment
+from megatron_sr.rounding import RoundingPlan
+
+
+class Piece(NamedTuple):
+    """A piece of a logical tensor, as one rank (or one shard of a checkpoint) holds it.
+
+    key       of the whole tensor; segments  where the piece lies in it, as in `RoundingPlan`.
+    model     [n] of the model params' dtype, contiguous; main  [n] FP32, contiguous, same device.
+    """
+
+    key: str
+    segments: list[Segment]
+    model: torch.Tensor
+    main: torch.Tensor
+
+
+class Mismatch(NamedTuple):
+    """`differing` of `numel` elements of the tensor `key` are not the rounding of their main params."""
+
+    key: str
+    differing: int
+    numel: int
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.differing:,} of {self.numel:,} elements)"
+
+
+@torch.no_grad()
+def rounded(piece: Piece, config: ParamRounding, step: int) -> torch.Tensor:
+    """What `piece.model` must hold after `step` successful steps under `config`: a new tensor of its dtype and shape [n].
+
+    Mode nearest is the framework's own cast. With noise "fixed" the step does not matter.
+    """
+    if config.mode == "nearest":
+        return piece.main.to(piece.model.dtype)
+    config = config.for_dtype(piece.model.dtype)
+    expected = torch.empty_like(piece.model)
+    plan = RoundingPlan(
+        [expected],
+        [piece.main],
+        [(piece.key, piece.segments)],
+        seed=config.seed if config.rounds(piece.key) else None,
+        stream=config.stream,
+        format="bf16" if config.format == "mxfp8" else config.format,  # MXFP8 codes are made from BF16 model params
+    )
+    plan.run_(0 if config.noise == "fixed" else step)
+    return expected
+
+
+def mismatches(pieces: Iterable[Piece], config: ParamRounding, step: int) -> list[Mismatch]:
+    """The tensors among `pieces` whose model params are not, bit for bit, the rounding of their main params, sorted by key.
+
+    Memory: one piece of the model params' dtype at a time. Nothing is changed, nothing communicated.
+    """
+    found: dict[str, list[int]] = {}
+    for piece in pieces:
+        differing = count_differing(rounded(piece, config, step), piece.model)
+        if differing:
+            counts = found.setdefault(piece.key, [0, 0])
+            counts[0] += differing
+            counts[1] += piece.model.numel()
+    return [Mismatch(key, *found[key]) for key in sorted(found)]
+
+
+def count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Elements whose bits differ; tensors of one dtype and shape. NaN equals itself, +0 and -0 differ."""
+    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return int((a.view(as_integers) != b.view(as_integers)).sum())
