@@ -78,6 +78,8 @@ def _zero(*args, **kwargs) -> int:
 
 def _install_devices() -> None:
     cuda = torch.cuda
+    # torch's own asks `device_count()` when PYTORCH_NVML_BASED_CUDA_CHECK is set, as vLLM sets it.
+    cuda.is_available = lambda: False
     cuda.current_device = lambda: CPU  # Megatron uses it only as `device=torch.cuda.current_device()`
     cuda.device_count = lambda: 1
     cuda.device = lambda device=None: contextlib.nullcontext(device)
