@@ -2,6 +2,8 @@
 
     megatron-sr verify CHECKPOINT          offline; see `megatron_sr.megatron.verify`
     megatron-sr verify --engine URL ...    a live engine; see `megatron_sr.rollout.verify_engine`
+
+Exit code 0: every bit is as it should be. 1: some are not. 2: bad input.
 """
 
 from __future__ import annotations

@@ -90,10 +90,11 @@ def on_load(optimizer: torch.optim.Optimizer, config: ParamRounding, loaded: Cal
         check_loadable(saved, config)
         if saved is None or config.mode != "nearest":
             return None
-        say(
-            f"{FLAGS['mode']} nearest: rounding was stochastic (seed {saved['seed']}) up to step {saved['step']} of this "
-            "checkpoint; from the next step on it is Megatron's own cast"
-        )
+        if saved["mode"] != "nearest":
+            say(
+                f"{FLAGS['mode']} nearest: rounding was {saved['mode']} (seed {saved['seed']}) up to step {saved['step']} of this "
+                "checkpoint; from the next step on it is to nearest"
+            )
         groups = [{k: v for k, v in group.items() if k != KEY} for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}  # or the next checkpoint would bear a stale state
 

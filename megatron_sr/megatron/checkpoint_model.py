@@ -17,7 +17,6 @@ stores and hands back on load.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -25,7 +24,7 @@ import torch
 from megatron_sr.config import FLAGS, ParamRounding
 from megatron_sr.megatron import checkpoint
 from megatron_sr.megatron.checkpoint_index import bucket_index, is_rounded
-from megatron_sr.megatron.recompute import Mismatch, Piece, mismatches
+from megatron_sr.megatron.recompute import Mismatch, Piece, differing, listing, mismatches
 
 SAVE_MODEL = "param_rounding_save_model"
 """The key in the content metadata of a checkpoint."""
@@ -93,24 +92,51 @@ class _ModelParams:
         """Main params, step and (unless absent) model params are those of the checkpoint."""
         site, config = self.site, self.site.config
         saved = checkpoint.saved_config(self.saved) if self.saved else ParamRounding(mode="nearest")
-        changed = checkpoint.differences(saved, config)
+        changed = checkpoint.differences(saved, config) if self.saved else {}
         if self.absent:
-            checkpoint.say(f"model params are recomputed from main params at step {site.step}: the checkpoint holds none")
-        elif not changed or self.saved is None:
-            wrong = _everywhere(mismatches(_pieces(site), saved, site.step), site)
-            if wrong:
-                _report(wrong, config, site.step)
-            elif not changed:
-                return
-        if self.saved is None:
             checkpoint.say(
-                f"{FLAGS['mode']} stochastic (seed {config.seed}) from step {site.step} on: this checkpoint was saved without it"
+                f"model params are recomputed from main params at step {site.step}: the checkpoint holds none"
+            )
+            self._recompute()
+        elif changed:
+            self._recompute()
+        elif not self.saved:
+            self._report(_everywhere(mismatches(_pieces(site), saved, site.step), site))
+            self._recompute()
+        elif config.format == "mxfp8":  # a second rounding follows the all-gather, of whole tensors
+            loaded = [piece.model.clone() for piece in _pieces(site)]
+            self._recompute()
+            self._report(_everywhere(differing(_pieces(site), loaded), site))
+        else:
+            wrong = _everywhere(mismatches(_pieces(site), config, site.step), site)
+            self._report(wrong)
+            if wrong:
+                self._recompute()
+        if not self.saved:
+            checkpoint.say(
+                f"{FLAGS['mode']} {config.mode} (seed {config.seed}) from step {site.step} on: this checkpoint was saved without it"
             )
         elif changed:
             listed = ", ".join(f"{FLAGS[field]} {old} -> {new}" for field, (old, new) in changed.items())
             checkpoint.say(f"model params are rounded anew at step {site.step}, with other settings: {listed}")
-        site.round_()
-        _gather(site.optimizer)
+
+    def _recompute(self) -> None:
+        self.site.optimizer._copy_main_params_to_model_params()
+        _gather(self.site.optimizer)
+
+    def _report(self, wrong: list[Mismatch]) -> None:
+        if not wrong:
+            return
+        step, listed = self.site.step, listing(wrong)
+        if self.site.config.on_mismatch == "error":
+            raise ValueError(
+                f"the checkpoint's model params are not the rounding of its main params at step {step}: {listed}. It was edited, "
+                "mixed from two checkpoints or damaged. Load an older one (--ckpt-step), or, if the main params are right, "
+                f"{FLAGS['on_mismatch']} recompute"
+            )
+        checkpoint.say(
+            f"model params are recomputed from main params at step {step}; the checkpoint's differed: {listed}"
+        )
 
 
 def _rounded_params(site) -> set[torch.nn.Parameter]:
@@ -121,7 +147,9 @@ def _rounded_params(site) -> set[torch.nn.Parameter]:
 
 def _pieces(site) -> Iterator[Piece]:
     for piece in site.pieces:
-        yield Piece(piece.identity.key, piece.identity.segments, piece.place.detach().view(-1), piece.main.detach().view(-1))
+        yield Piece(
+            piece.identity.key, piece.identity.segments, piece.place.detach().view(-1), piece.main.detach().view(-1)
+        )
 
 
 def _everywhere(wrong: list[Mismatch], site) -> list[Mismatch]:
@@ -132,21 +160,10 @@ def _everywhere(wrong: list[Mismatch], site) -> list[Mismatch]:
     everyone: list = [None] * group.size()
     torch.distributed.all_gather_object(everyone, wrong, group=group)
     total: dict[str, Mismatch] = {}
-    for key, differing, numel in (one for ranks in everyone for one in ranks):
-        known = total.get(key, Mismatch(key, 0, 0))
-        total[key] = Mismatch(key, known.differing + differing, known.numel + numel)
+    for one in (one for ranks in everyone for one in ranks):
+        known = total.get(one.key, Mismatch(one.key, 0, 0))
+        total[one.key] = Mismatch(one.key, known.differing + one.differing, known.numel + one.numel)
     return [total[key] for key in sorted(total)]
-
-
-def _report(wrong: list[Mismatch], config: ParamRounding, step: int) -> None:
-    listed = ", ".join(map(str, wrong[:3])) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    if config.on_mismatch == "error":
-        raise ValueError(
-            f"the checkpoint's model params are not the rounding of its main params at step {step}: {listed}. It was edited, mixed "
-            "from two checkpoints or damaged. Load an older one (--ckpt-step), or, if the main params are right, "
-            f"{FLAGS['on_mismatch']} recompute"
-        )
-    checkpoint.say(f"model params are recomputed from main params at step {step}; the checkpoint's differed: {listed}")
 
 
 def _gather(optimizer) -> None:

@@ -44,17 +44,18 @@ class Mismatch(NamedTuple):
 def rounded(piece: Piece, config: ParamRounding, step: int) -> torch.Tensor:
     """What `piece.model` must hold after `step` successful steps under `config`: a new tensor of its dtype and shape [n].
 
-    Mode nearest is the framework's own cast. With noise "fixed" the step does not matter.
+    Mode nearest without a format is the framework's own cast. With noise "fixed" the step does not matter.
     """
-    if config.mode == "nearest":
+    if config.mode == "nearest" and config.format is None:
         return piece.main.to(piece.model.dtype)
     config = config.for_dtype(piece.model.dtype)
+    stochastic = config.mode == "stochastic" and config.rounds(piece.key)
     expected = torch.empty_like(piece.model)
     plan = RoundingPlan(
         [expected],
         [piece.main],
         [(piece.key, piece.segments)],
-        seed=config.seed if config.rounds(piece.key) else None,
+        seed=config.seed if stochastic else None,
         stream=config.stream,
         format="bf16" if config.format == "mxfp8" else config.format,  # MXFP8 codes are made from BF16 model params
     )
@@ -67,13 +68,22 @@ def mismatches(pieces: Iterable[Piece], config: ParamRounding, step: int) -> lis
 
     Memory: one piece of the model params' dtype at a time. Nothing is changed, nothing communicated.
     """
+    return _by_key((piece.key, piece.model, rounded(piece, config, step)) for piece in pieces)
+
+
+def differing(pieces: Iterable[Piece], others: Iterable[torch.Tensor]) -> list[Mismatch]:
+    """The tensors among `pieces` whose model params differ from those in `others`, one for each piece."""
+    return _by_key((piece.key, piece.model, other) for piece, other in zip(pieces, others, strict=True))
+
+
+def _by_key(pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[Mismatch]:
     found: dict[str, list[int]] = {}
-    for piece in pieces:
-        differing = count_differing(rounded(piece, config, step), piece.model)
-        if differing:
-            counts = found.setdefault(piece.key, [0, 0])
-            counts[0] += differing
-            counts[1] += piece.model.numel()
+    for key, a, b in pairs:
+        count = count_differing(a, b)
+        if count:
+            counts = found.setdefault(key, [0, 0])
+            counts[0] += count
+            counts[1] += a.numel()
     return [Mismatch(key, *found[key]) for key in sorted(found)]
 
 
@@ -81,3 +91,8 @@ def count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
     """Elements whose bits differ; tensors of one dtype and shape. NaN equals itself, +0 and -0 differ."""
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return int((a.view(as_integers) != b.view(as_integers)).sum())
+
+
+def listing(wrong: list[Mismatch], most: int = 3) -> str:
+    """The first tensors by name, and how many more there are."""
+    return ", ".join(map(str, wrong[:most])) + (f" and {len(wrong) - most} more" if len(wrong) > most else "")
