@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megatron_sr import formats, mxfp8
     from megatron_sr.config import ParamRounding
     from megatron_sr.coordinates import Segment
+    from megatron_sr.fsdp.master_weights import MasterWeights
+    from megatron_sr.fsdp.trainer import trainer_optimizer
     from megatron_sr.kernels import adamw, remainder
     from megatron_sr.noise import Noise, random_bits
     from megatron_sr.rounding import RoundingPlan, round_segments_, round_to_
@@ -31,6 +33,7 @@ _MODULES = {
     "remainder": "megatron_sr.kernels.remainder",
 }
 _DEFINED_IN = {
+    "MasterWeights": "megatron_sr.fsdp.master_weights",
     "Noise": "megatron_sr.noise",
     "ParamRounding": "megatron_sr.config",
     "RoundingPlan": "megatron_sr.rounding",
@@ -38,9 +41,11 @@ _DEFINED_IN = {
     "random_bits": "megatron_sr.noise",
     "round_segments_": "megatron_sr.rounding",
     "round_to_": "megatron_sr.rounding",
+    "trainer_optimizer": "megatron_sr.fsdp.trainer",
 }
 
 __all__ = [
+    "MasterWeights",
     "Noise",
     "ParamRounding",
     "RoundingPlan",
@@ -54,6 +59,7 @@ __all__ = [
     "remainder",
     "round_segments_",
     "round_to_",
+    "trainer_optimizer",
 ]
 
 
