@@ -7,13 +7,14 @@ second one works on the gathered tensor; its noise is keyed by coordinates, so a
 communication. On machines without MXFP8 GEMMs (CPU, Hopper) the BF16 params then hold exactly the dequantized values
 (`MXFP8Weights`); with Transformer Engine's `MXFP8Tensor`s the same codes and scales go into these (`mxfp8_te`).
 
-Every all-gather of a bucket group ends in `_post_param_sync`, overlapped with the forward pass or not: that is the hook.
+`attach` hooks into `_post_param_sync`, which ends every all-gather of a bucket group, overlapped with the forward pass or not.
 Source: megatron/core/distributed/param_and_grad_buffer.py, core 0.19.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from megatron_sr.megatron.identity import Identity
 from megatron_sr.megatron.mxfp8_layers import bf16_layers, check_blocks, mxfp8_parameters
 from megatron_sr.mxfp8 import MXFP8Blocks
 from megatron_sr.noise import Noise
+
+if TYPE_CHECKING:
+    from megatron_sr.megatron.sites.distributed import DistributedSite
 
 STREAM = 1  # of the second rounding; the first one has `ParamRounding.stream`, 0
 
@@ -82,25 +86,26 @@ class MXFP8Weights:
                 "BF16?); leave the format out"
             )
         self._scales: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._stale = set(self.names)
-        self.refresh(self.names, 0)
+        self._stale: dict[torch.nn.Parameter, int] = {}
+        self.stale(self.names, 0)
+        self.refresh(self.names)
 
-    def stale(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """The param buffers hold BF16 values of the first rounding again (of these parameters; None: of all)."""
-        self._stale |= self.names.keys() if parameters is None else self.names.keys() & set(parameters)
+    def stale(self, parameters: Iterable[torch.nn.Parameter], step: int) -> None:
+        """Those of `parameters` that are quantized hold BF16 values again, of the first rounding after `step` steps."""
+        self._stale |= dict.fromkeys((p for p in parameters if p in self.names), step)
 
     @torch.no_grad()
-    def refresh(self, parameters: Iterable[torch.nn.Parameter], step: int) -> None:
+    def refresh(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Round those of `parameters` that are stale, whole and gathered, to MXFP8 in place.
 
         The others stay as they are: quantized once more they would keep their values, but not their scales.
         """
         for parameter in parameters:
-            if parameter in self._stale:
+            step = self._stale.pop(parameter, None)
+            if step is not None:
                 blocks = self._rounding.quantize(parameter.data, self._identities[parameter], step)
                 parameter.data.copy_(blocks.dequantize(parameter.dtype))
                 self._scales[parameter] = blocks.scale
-                self._stale.discard(parameter)
 
     def scales(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Parameter -> uint8 scales [out, in / 32] of its row-wise blocks. Raises RuntimeError while any is stale."""
@@ -129,26 +134,73 @@ class MXFP8Weights:
         return codes
 
 
-def after_param_sync(model, refresh: Callable[[list[torch.nn.Parameter]], None]) -> None:
-    """Call `refresh(parameters)` whenever the parameters of a bucket group have been gathered.
+def attach(optimizer, model, sites: list[DistributedSite], identities: dict, config: ParamRounding) -> MXFP8Weights:
+    """Round to MXFP8 whatever the cast sites of `optimizer` have rounded to BF16, once it is gathered. Once, before the first step.
 
-    model: DistributedDataParallel, or the list of its chunks. Raises ValueError for anything else.
+    model: DistributedDataParallel, or the list of its chunks. Raises ValueError, with the way out, for sites other than the
+    DistributedOptimizer's own and as `MXFP8Weights` does.
     """
     from megatron.core.distributed import DistributedDataParallel
 
-    for chunk in model if isinstance(model, (list, tuple)) else [model]:
-        if not isinstance(chunk, DistributedDataParallel) or not chunk.ddp_config.use_distributed_optimizer:
-            raise ValueError(
-                "--param-rounding-format mxfp8 needs Megatron's DistributedDataParallel with the distributed optimizer: its "
-                f"all-gather is where params become MXFP8; found {type(chunk).__name__}; add --use-distributed-optimizer"
-            )
+    from megatron_sr.megatron.sites.distributed import DistributedSite
+
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    for found in [c for c in chunks if type(c) is not DistributedDataParallel] + [
+        site.optimizer for site in sites if type(site) is not DistributedSite
+    ]:
+        raise ValueError(
+            f"--param-rounding-format mxfp8 does not know {type(found).__name__}: params become MXFP8 after the all-gather of "
+            "Megatron's DistributedDataParallel and DistributedOptimizer; use these (--use-distributed-optimizer, without "
+            "--use-precision-aware-optimizer, --optimizer-cpu-offload, FSDP), or another format"
+        )
+    weights = MXFP8Weights(model, identities, config)
+    for site in sites:
+        site.after_round.append(lambda site: weights.stale(site.optimizer_params(), site.step))
+    for chunk in chunks:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            group._post_param_sync = _then(group._post_param_sync, refresh, group)
+            group._post_param_sync = _then_refresh(group._post_param_sync, weights, group)
+    _quantize_reloaded(optimizer, weights)
+    return weights
 
 
-def _then(original: Callable, refresh: Callable, group) -> Callable:
+def _then_refresh(original: Callable, weights: MXFP8Weights, group) -> Callable:
+    """Every all-gather ends in this method of the bucket group, overlapped with the forward pass or not."""
+
     def post_param_sync():
         original()
-        refresh([parameter for bucket in group.buckets for parameter in bucket.params_list])
+        weights.refresh(parameter for bucket in group.buckets for parameter in bucket.params_list)
 
     return post_param_sync
+
+
+def _quantize_reloaded(optimizer, weights: MXFP8Weights) -> None:
+    """`reload_model_params` (--finetune, --no-load-optim) takes main params from BF16 model params that were loaded before."""
+    original = optimizer.reload_model_params
+
+    def reload_model_params(*args, **kwargs):
+        original(*args, **kwargs)
+        weights.stale(weights.names, 0)
+        weights.refresh(weights.names)
+
+    optimizer.reload_model_params = reload_model_params
+
+
+@torch.no_grad()
+def recompute(weights: MXFP8Weights, site: DistributedSite, gather: Callable[[], None]) -> dict[str, tuple[int, int]]:
+    """Round the params of a site anew from its main params, gather and quantize them; what was not equal before.
+
+    Returns checkpoint key -> (elements whose bits differed, elements); collective, the same on all data-parallel ranks.
+    Memory: 2 bytes a param while it runs.
+    """
+    before = {parameter: parameter.detach().clone() for parameter in site.optimizer_params()}
+    site.round_()
+    gather()
+    wrong: dict[str, tuple[int, int]] = {}
+    for parameter, old in before.items():
+        bits = {2: torch.int16, 4: torch.int32}[old.element_size()]
+        differing = (old.view(bits) != parameter.detach().view(bits)).sum().item()
+        if differing:
+            key = site.identities[parameter].key
+            known = wrong.get(key, (0, 0))
+            wrong[key] = known[0] + differing, known[1] + old.numel()
+    return wrong

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_sr.config import ParamRounding
-from megatron_sr.megatron import checkpoint
+from megatron_sr.megatron import checkpoint, checkpoint_model, mxfp8
 from megatron_sr.megatron.identity import Identity, identify, model_chunks
 from megatron_sr.megatron.metrics import Metrics
 from megatron_sr.megatron.replicas import differing_replicas
@@ -28,10 +28,12 @@ class Controller:
     step        draws so far, which is the number of successful optimizer steps (C7); 0 with nearest, which draws nothing.
     sites       the cast sites of this rank; none with nearest.
     identities  of this rank's whole model params; none with nearest.
+    mxfp8       with format mxfp8, its codes and scales; else None.
     """
 
     def __init__(self, config: ParamRounding, sites: list[Site], identities: dict[torch.nn.Parameter, Identity]):
         self.config, self.sites, self.identities = config, sites, identities
+        self.mxfp8: mxfp8.MXFP8Weights | None = None
         self._on_metrics: list[Callable[[int, dict[str, float]], None]] = []
         self._after_gather: list[Callable[[int], None]] = []
         self._metrics: Metrics | None = None
@@ -158,7 +160,7 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     optimizer  what `get_megatron_optimizer` returned.
     model      the model chunk it optimizes, or the list of chunks; in DDP or bare.
 
-    nearest (in the model's own format) leaves the step as it is, no attribute replaced (C4); it only refuses optimizer states
+    nearest (in the model's own format) leaves the step as it is, no attribute replaced (C4); it only says so when a checkpoint was
     saved under stochastic. Raises ValueError for what is not supported (C6), for an include or exclude glob that matches no
     tensor, and, naming it, for a parameter without a layout-independent identity. Collective over all ranks if globs are given.
     """
@@ -175,13 +177,17 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     controller = Controller(config, make_sites(optimizer, identities, config), identities)
     controller._gathers_late = any(getattr(part.config, "overlap_param_gather", False) for part in parts(optimizer))
     controller._watch(optimizer)
+    if config.format == "mxfp8":
+        controller.mxfp8 = mxfp8.attach(optimizer, model, controller.sites, identities, config)
+    for site in controller.sites:
+        checkpoint_model.attach(site)
     return controller
 
 
 def _is_megatrons_own(config: ParamRounding, optimizer) -> bool:
     """Whether Megatron's own cast is what `config` asks for: to nearest, and into no simulated format."""
     return config.mode == "nearest" and (
-        config.format in (None, "mxfp8") or config.format == ParamRounding().for_dtype(_dtype(optimizer)).format
+        config.format is None or config.format == ParamRounding().for_dtype(_dtype(optimizer)).format
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class Site:
     step      successful steps of the inner optimizer: draws so far.
     pieces    rounded by `round_`, one fused launch for the stochastic and one for the nearest ones.
     observer  called instead of a plain `round_` when set; see `metrics.py`.
+    after_round  called with the site after every `round_`: what is derived from the params, MXFP8 values, is out of date.
     """
 
     kind = "optimizer"
@@ -47,6 +48,7 @@ class Site:
         self.inner, self.identities, self.config = inner, identities, config
         self.step = 0
         self.observer = None
+        self.after_round: list[Callable[[Site], None]] = []
         self.rebuild()
         self.set_step(0)
         # Torch's own hooks count: the inner step runs exactly when Megatron has not skipped the step for an overflow.
@@ -100,6 +102,8 @@ class Site:
             self.observer(self)
         for place, main in self.copies:
             place.copy_(main)
+        for action in self.after_round:
+            action(self)
 
     def batches(self) -> Iterator[list[Piece]]:
         """The pieces in batches of `BATCH` elements or one piece; a batch is all stochastic or all nearest."""

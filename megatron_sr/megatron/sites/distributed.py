@@ -35,6 +35,10 @@ class DistributedSite(Site):
         copies = [(place, main) for _, place, main, _ in shards(o, o.model_fp32_groups, o.shard_fp32_groups)]
         return pieces, copies
 
+    def optimizer_params(self) -> list[torch.nn.Parameter]:
+        """The local params that the ranks of this optimizer step together; this rank has pieces of some only."""
+        return [p for buffer in self.optimizer.buffers for bucket in buffer.buckets for p in bucket.params_list]
+
 
 def shards(
     optimizer, model_groups, main_groups
