@@ -16,6 +16,7 @@ KERNELS = "megatron_sr/kernels"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {
     "cpu_avx2.cpp": ["-mavx2"],
+    "digest_avx2.cpp": ["-mavx2"],
     "cpu_avx512.cpp": AVX512,
     "adamw_avx2.cpp": ["-mavx2", "-mfma"],
     "adamw_avx512.cpp": AVX512,

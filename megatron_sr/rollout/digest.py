@@ -23,6 +23,7 @@ from functools import lru_cache
 import torch
 
 from megatron_sr.coordinates import Segment
+from megatron_sr.kernels import digest_cpu
 
 _ROW = 4096  # C: words that share one B
 _ROWS = 32  # rows hashed at a time: bounds the temporaries to 3 MB
@@ -79,6 +80,14 @@ def _add_contiguous(sums: torch.Tensor, piece: torch.Tensor, start: int) -> None
 
 def _add_words(sums: torch.Tensor, words: torch.Tensor, first: int) -> None:
     """Add consecutive 32-bit words, the first of them word `first` of the whole tensor."""
+    if words.device.type == "cpu":
+        digest_cpu.add_words_(sums, words, first)
+    else:
+        add_words_reference(sums, words, first)
+
+
+def add_words_reference(sums: torch.Tensor, words: torch.Tensor, first: int) -> None:
+    """The same in plain torch, on any device: the oracle of the C++ kernel, and what runs on GPUs."""
     a = _row_constants(words.device)
     at = 0
     while at < words.numel():

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sr.coordinates import Segment
-from megatron_sr.rollout.digest import finish, tensor_digest, word_sums
+from megatron_sr.kernels import cpu, digest_cpu
+from megatron_sr.rollout.digest import add_words_reference, finish, tensor_digest, word_sums
 from megatron_sr.rollout.manifest import Manifest, TensorRecord, compare
 
 SIZES = st.integers(1, 40_000)  # several rows of 4096 words, and parts of them
@@ -160,3 +161,36 @@ def test_compare_names_every_difference():
     assert [line.split(" (")[0] for line in compare(ours, changed)] == ["a: bits differ"]
     assert compare(ours, Manifest(5, {"b": ours.tensors["b"]})) == ["a: missing in the second"]
     assert compare(ours, example(version=8)) == []
+
+
+LEVELS_HERE = cpu.LEVELS[: cpu.library.msr_best_level() + 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 5 * 4096), st.integers(0, 3 * 4096), st.integers(1, 3), st.sampled_from(LEVELS_HERE))
+def test_c5_the_kernel_gives_the_sums_of_the_reference(count, first, threads, level):
+    """Rows cut anywhere, one or two at a time, on every instruction set of this machine, with several threads; wrapping sums."""
+    words = random_bits(4 * count, torch.uint8, 7).view(torch.int32)
+    ours, reference = torch.full((2,), -5, dtype=torch.int64), torch.full((2,), -5, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_SR_CPU_LEVEL", level)
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        digest_cpu.add_words_(ours, words, first)
+    add_words_reference(reference, words, first)
+    assert torch.equal(ours, reference)
+
+
+def test_c5_the_kernel_splits_many_rows_over_threads():
+    words = random_bits(4 * (100 * 4096 + 77), torch.uint8, 8).view(torch.int32)
+    sums = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
+    for i, threads in enumerate((1, 2, 5)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            digest_cpu.add_words_(sums[i], words, 4000)
+    add_words_reference(sums[3], words, 4000)
+    assert all(torch.equal(s, sums[3]) for s in sums)
+    words.fill_(-(2**31))  # every product at its largest
+    a, b = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    digest_cpu.add_words_(a, words, 0)
+    add_words_reference(b, words, 0)
+    assert torch.equal(a, b)
