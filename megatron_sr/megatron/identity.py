@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -95,6 +97,14 @@ def _sharded_tensors(entry) -> list:
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     return list(nested_values({"built": entry.build()})) if isinstance(entry, ShardedTensorFactory) else [entry]
+
+
+def region(shape: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> list[Segment]:
+    """The segments of a contiguous block of `shape` that lies at `offset` in a logical tensor of shape `whole`: a checkpoint's chunk."""
+    data = torch.empty(tuple(shape), device="meta")
+    return _segments(
+        SimpleNamespace(data=data, global_shape=whole, global_offset=offset, prepend_axis_num=0), f"chunk at {tuple(offset)}"
+    )
 
 
 def _segments(piece, where: str) -> list[Segment]:

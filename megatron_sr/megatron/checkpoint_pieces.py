@@ -1,0 +1,127 @@
+"""A stored checkpoint as pieces: each shard of its model params beside the main params that it must be the rounding of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from megatron_sr.coordinates import Segment
+from megatron_sr.megatron import checkpoint
+from megatron_sr.megatron.checkpoint_index import INDEX, read_index
+from megatron_sr.megatron.checkpoint_model import SAVE_MODEL
+from megatron_sr.megatron.checkpoint_reader import CheckpointReader, DamagedCheckpoint, walk
+from megatron_sr.megatron.identity import region
+from megatron_sr.megatron.recompute import Piece
+
+_NAMED_MAIN = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
+_BUCKET_MAIN = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.)(gbuf_idx_.+)\.param")
+_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.|^common_state")
+_ROUNDED = (torch.bfloat16, torch.float16)
+
+
+class StoredState(NamedTuple):
+    """What a checkpoint says about itself. `rounding`: None when it was saved without; `model_params`: whether it holds them."""
+
+    rounding: dict | None
+    model_params: bool
+
+
+def read_state(reader: CheckpointReader) -> StoredState:
+    """Raises ValueError when its parts were saved with different settings or at different steps: a mixed checkpoint."""
+    states, model_params = [], True
+    for key in reader.objects:
+        if _OPTIMIZER.search(key) and (key.startswith("common_state") or key.endswith(".optimizer/shard_0_1")):
+            for found in walk(reader.object(key)):
+                if checkpoint.KEY in found and found[checkpoint.KEY] not in states:
+                    states.append(found[checkpoint.KEY])
+                model_params &= found.get(SAVE_MODEL) != "none"
+    if len(states) > 1:
+        steps = [(state["seed"], state["step"]) for state in states]
+        raise ValueError(f"parts of the checkpoint were saved in different runs or at different steps: (seed, step) {steps}")
+    return StoredState(states[0] if states else None, model_params)
+
+
+class Sources:
+    """Finds the pieces of a checkpoint, whatever its sharding type.
+
+    elements  of all pieces, for a progress bar. unmatched  keys of 16-bit model tensors without main params (frozen, say).
+    Raises ValueError when main params are stored in a way that tells nothing about where they belong.
+    """
+
+    def __init__(self, reader: CheckpointReader):
+        self.reader = reader
+        self._named = {m[1]: key for key in reader.tensors if (m := _NAMED_MAIN.fullmatch(key))}
+        self._buckets = {key: m for key in reader.tensors if (m := _BUCKET_MAIN.fullmatch(key))}
+        self._indices = self._read_indices()
+        self._model = {k: t for k, t in reader.tensors.items() if t.dtype in _ROUNDED and not _OPTIMIZER.search(k)}
+        covered = self._named.keys() | {entry[2] for entries in self._indices.values() for entry in entries}
+        self.unmatched = sorted(self._model.keys() - covered)
+        self.main_params = bool(self._named or self._buckets)
+        self.elements = sum(_numel(t.shape) for key, t in self._model.items() if key in self._named)
+        self.elements += sum(n for entries in self._indices.values() for _, n, key, _ in entries if key in self._model)
+
+    def _read_indices(self) -> dict[str, list]:
+        indices = {}
+        for key, match in self._buckets.items():
+            name = f"{match[1]}{INDEX}/shard_0_1"
+            if name not in self.reader.objects:
+                raise ValueError(
+                    "the optimizer state is stored as flat buckets (dp_reshardable) without a list of what lies where: this checkpoint "
+                    "was saved without megatron-sr, or by an older one. Save it with --dist-ckpt-optim-fully-reshardable, or load it"
+                )
+            indices[key] = read_index(self.reader.object(name)[0])[match[2]]
+        return indices
+
+    def pieces(self) -> Iterator[Piece]:
+        """One piece at a time; each stored model shard at least once, replicas of main params each."""
+        for key, main in self._named.items():
+            if key in self._model:
+                yield from self._named_pieces(key, main)
+        segments = {key: self._chunks_by_segment(key) for key in self._model if key not in self._named}
+        for bucket, entries in self._indices.items():
+            for start, _, key, pieces in entries:
+                if key in self._model:
+                    for segment in pieces:
+                        yield self._bucket_piece(bucket, start, key, segment, segments[key])
+
+    def _named_pieces(self, key: str, main: str) -> Iterator[Piece]:
+        tensor = self._model[key]
+        if self.reader.tensors[main].shape != tensor.shape:
+            raise DamagedCheckpoint(f"{key} has shape {tensor.shape}, its main params {self.reader.tensors[main].shape}")
+        for chunk in tensor.chunks:
+            yield Piece(
+                key,
+                region(chunk.shape, chunk.offset, tensor.shape),
+                self.reader.chunk(key, chunk).contiguous().view(-1),
+                self.reader.region(main, *chunk).float().contiguous().view(-1),
+            )
+
+    def _chunks_by_segment(self, key: str) -> dict[tuple, tuple]:
+        tensor = self._model[key]
+        return {
+            _place(segment): (chunk, segment.local_start)
+            for chunk in tensor.chunks
+            for segment in region(chunk.shape, chunk.offset, tensor.shape)
+        }
+
+    def _bucket_piece(self, bucket: str, start: int, key: str, segment: Segment, chunks: dict) -> Piece:
+        if _place(segment) not in chunks:
+            raise DamagedCheckpoint(f"{key}: its model params are stored in other pieces than its main params")
+        chunk, at = chunks[_place(segment)]
+        model = self.reader.chunk(key, chunk).contiguous().view(-1)[at : at + segment.length]
+        main = self.reader.region(bucket, (start + segment.local_start,), (segment.length,))
+        return Piece(key, [segment._replace(local_start=0)], model, main.float())
+
+
+def _place(segment: Segment) -> tuple:
+    """Where a segment lies in its tensor, whatever its local start; contiguous ones are the same for every run and stride."""
+    if segment.contiguous:
+        return segment.global_start, segment.length
+    return segment.global_start, segment.length, segment.stride, segment.run
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
