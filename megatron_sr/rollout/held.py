@@ -1,14 +1,14 @@
-"""What an engine was last sent, and whether its live weights are still that."""
+"""What a worker was last given, and whether its live weights are still that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron_sr.rollout.digest import tensor_digest
-from megatron_sr.rollout.manifest import Manifest, TensorRecord
+from megatron_sr.rollout.manifest import TensorRecord
 from megatron_sr.rollout.packing import count_indistinct, values_only
 
 
@@ -21,37 +21,41 @@ class LiveView:
     read: Callable[[], list[torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Held:
-    """manifest: digests of the bits sent. values: for tensors of which only values can be read back, the digest of those.
+    """records: shape, dtype and digest of each tensor's part that a worker was given.
 
-    indistinct: how many of the elements sent in such tensors are -0.0 or subnormal.
+    values_only  names of which only values can be read back; values: the digests of their values.
+    indistinct   how many of the elements given in such tensors are -0.0 or subnormal.
     """
 
-    manifest: Manifest
-    values: dict[str, str]
-    indistinct: int
+    records: dict[str, TensorRecord] = field(default_factory=dict)
+    values_only: set[str] = field(default_factory=set)
+    values: dict[str, str] = field(default_factory=dict)
+    indistinct: int = 0
 
-    @classmethod
-    def of(cls, manifest: Manifest, sent: Mapping[str, torch.Tensor], views: Iterable[LiveView]) -> Held:
-        """manifest: of the tensors `sent`, which are all of the model's, by Hugging Face name; views: those of the live model."""
-        values, indistinct = {}, 0
-        for name in {name for view in views if not view.bits for name in view.names}:
-            count = count_indistinct(sent[name])
-            values[name] = tensor_digest(values_only(sent[name])) if count else manifest.tensors[name].digest
-            indistinct += count
-        return cls(manifest, values, indistinct)
+    def note(self, name: str, part: torch.Tensor, record: TensorRecord | None = None) -> None:
+        """Remember what was given. record: of `part`, where it is known."""
+        self.records[name] = record or TensorRecord.of(part)
+        if name in self.values_only:
+            count = count_indistinct(part)
+            self.values[name] = tensor_digest(values_only(part)) if count else self.records[name].digest
+            self.indistinct += count
 
     def mismatched(self, views: Iterable[LiveView]) -> list[str]:
-        """Names, sorted, of the tensors that a live view shows to be other than those sent."""
+        """Names, sorted, of the tensors that a live view shows to be other than those given."""
         wrong = set()
         for view in views:
             for name, live in zip(view.names, view.read()):
-                record = self.manifest.tensors[name]
-                if view.bits:
+                record = self.records.get(name)
+                if record is None:
+                    same = False
+                elif view.bits:
                     same = TensorRecord.of(live) == record
                 else:
-                    same = tuple(live.shape) == record.shape and tensor_digest(values_only(live)) == self.values[name]
+                    same = tuple(live.shape) == record.shape and tensor_digest(values_only(live)) == self.values.get(
+                        name
+                    )
                 if not same:
                     wrong.add(name)
         return sorted(wrong)

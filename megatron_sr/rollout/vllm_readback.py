@@ -7,6 +7,7 @@
 | CPU linears behind a oneDNN handle (and any other operator) | probing the live operator with the identity | values |
 | CPU MoE experts (`prepack_moe_weight`: amx, vec, neon, vsx) | undoing the learnt permutation | bits |
 | MoE experts of the Triton backend on GPU | a look at the tensor | bits |
+| MXFP8 linears and experts of vLLM's emulation, and their scales | the codes that the values stand for: `vllm_mxfp8` | bits |
 
 Values means that -0.0 and subnormals are not told from +0.0: see `packing`. Sources: vLLM 0.32 model_executor/layers/utils.py
 (dispatch_cpu_unquantized_gemm), layers/fused_moe/experts/cpu_moe.py, layers/fused_moe/unquantized_fused_moe_method.py.
@@ -19,6 +20,7 @@ from functools import lru_cache
 
 import torch
 
+from megatron_sr.rollout import vllm_mxfp8
 from megatron_sr.rollout.held import LiveView
 from megatron_sr.rollout.packing import Permutation, probe_linear
 
@@ -43,6 +45,9 @@ def live_views(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) ->
 
 def _module_views(path: str, module: torch.nn.Module, shapes) -> Iterator[LiveView]:
     parameters = dict(module.named_parameters(recurse=False))
+    if vllm_mxfp8.is_quantized(module):
+        yield from _mxfp8_views(path, module, parameters, shapes)
+        return
     if "w13_weight" in parameters:
         yield from _expert_views(path, module, shapes)
         return
@@ -52,6 +57,8 @@ def _module_views(path: str, module: torch.nn.Module, shapes) -> Iterator[LiveVi
         operator = (
             getattr(module, "cpu_linear", None) if leaf == "weight" and not path.endswith("embed_tokens") else None
         )
+        if parameter.numel() and not getattr(operator, "__closure__", None):
+            operator = None  # it holds nothing of its own: it computes with the parameter that it is given
         if parameter.numel() or operator is None:
             yield LiveView(names, True, lambda p=parameter, n=names: _split(_narrow(p.data), n, shapes))
         if operator is not None:
@@ -135,6 +142,22 @@ def _expert_views(path: str, module, shapes) -> Iterator[LiveView]:
         for expert in range(held.shape[0]):
             names = tuple(f"{prefix}.{expert}.{part}.weight" for part in parts)
             yield LiveView(names, True, lambda h=held, e=expert, n=names: _expert(h[e], isa, [shapes[x] for x in n]))
+
+
+def _mxfp8_views(path: str, module, parameters, shapes) -> Iterator[LiveView]:
+    """Codes and scales of MXFP8 layers; biases beside them as they are."""
+    if "w13_weight" in parameters:
+        experts = module.quant_method.moe_kernel.fused_experts
+        isa = None if getattr(experts, "_use_zentorch", False) else getattr(experts, "isa", None)
+        unpack = lambda held, names: _expert(held, isa, [shapes[name] for name in names])
+        yield from vllm_mxfp8.expert_views(module, path.removesuffix(".routed_experts"), unpack)
+        return
+    for leaf, parameter in parameters.items():
+        names = _hf_names(path, leaf, shapes)
+        if leaf == "weight":
+            yield from vllm_mxfp8.linear_views(module, names, lambda whole, n: _split(whole, n, shapes))
+        elif leaf != "weight_scale":
+            yield LiveView(names, True, lambda p=parameter, n=names: _split(p.data, n, shapes))
 
 
 def _expert(held: torch.Tensor, isa: str | None, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:

@@ -30,6 +30,10 @@ SAMPLING = SamplingConfig(n=3, temperature=1.0, max_tokens=8, min_tokens=8, igno
 PROMPTS, SEEDS = [[1, 2, 3], [7, 8, 9, 10, 11], [i % 199 for i in range(300)]], [0, 10, 20]
 
 
+class NotHere(Exception):
+    """This machine's processor lacks what a check is about."""
+
+
 def build(directory):
     return VLLMEngine(directory, max_model_len=320, max_num_seqs=16, max_num_batched_tokens=1024)
 
@@ -64,12 +68,20 @@ def results(engine):
     return [(c.token_ids, c.logprobs) for c in completions]
 
 
+def worker(engine):
+    return engine._executor.driver_worker.worker
+
+
+def model_of(engine):
+    return worker(engine).model_runner.get_model()
+
+
 def views(engine):
-    return live_views(engine._runner.get_model(), engine._shapes)
+    return worker(engine).sr_views()
 
 
 def module(engine, suffix):
-    return next(m for path, m in engine._runner.get_model().named_modules() if path.endswith(suffix))
+    return next(m for path, m in model_of(engine).named_modules() if path.endswith(suffix))
 
 
 def check_checkpoint(engine, base):
@@ -106,7 +118,7 @@ def check_refusals(engine, base):
     broken[0] = float("inf")
     for damaged, number, words in (
         ({k: v for k, v in good.items() if k != name}, version + 1, ("missing", name)),
-        ({**good, "model.extra.weight": good[name]}, version + 1, ("does not have", "model.extra.weight")),
+        ({**good, "model.extra.weight": good[name]}, version + 1, ("not a tensor of the model", "model.extra.weight")),
         ({**good, name: good[name][:-1]}, version + 1, (name, "shape")),
         ({**good, name: good[name].float()}, version + 1, (name, "float32")),
         ({**good, name: broken}, version + 1, (name, "infinite")),
@@ -126,11 +138,11 @@ def check_refusals(engine, base):
 def check_prefix_cache(engine, base):
     """The long prompt's cached keys and values are those of the old weights until the cache is reset."""
     version, weights = engine.weights_version(), hard_weights(base, 50)
-    reset, engine._llm.reset_prefix_cache = engine._llm.reset_prefix_cache, lambda: True
+    reset, engine._requests.forget_cache = engine._requests.forget_cache, lambda: None
     results(engine)  # fills the cache
     engine.update_weights(weights.items(), version + 1)
     stale = results(engine)
-    engine._llm.reset_prefix_cache = reset
+    engine._requests.forget_cache = reset
     engine.update_weights(weights.items(), version + 2)
     assert results(engine) != stale, "the cache was not used, so this check proves nothing"
     return weights  # the fresh engine must agree with the results after the reset
@@ -158,7 +170,7 @@ def damages(engine):
     yield lambda: flip(norm.weight, 5, 0), ["layers.1.input_layernorm.weight"]
     yield lambda: flip(table.weight, 77, 15), ["embed_tokens.weight"]
     yield lambda: damage_linear(module(engine, "layers.0.self_attn.o_proj")), ["layers.0.self_attn.o_proj.weight"]
-    if any(path.endswith("routed_experts") for path, _ in engine._runner.get_model().named_modules()):
+    if any(path.endswith("routed_experts") for path, _ in model_of(engine).named_modules()):
         experts = module(engine, "layers.1.mlp.experts.routed_experts")
         yield (
             lambda: flip(experts.w13_weight, 3, 7),
@@ -189,7 +201,7 @@ def damage_linear(linear):
 
 def check_aborted_update(engine, base):
     """An update that dies half-way: no completions from the mixture; the next update is whole again."""
-    weights, version, model = hard_weights(base, 70), engine.weights_version(), engine._runner.get_model()
+    weights, version, model = hard_weights(base, 70), engine.weights_version(), model_of(engine)
     load = type(model).load_weights
 
     def dies(self, tensors):
@@ -219,6 +231,8 @@ def check_faults_are_seen(engine, base, family):
         Method._setup_kernel = fixed
         assert report.mismatched == sorted(name for name in weights if ".mlp.experts." in name), report.mismatched
     else:
+        if not model_of(engine).lm_head.cpu_linear.__closure__:
+            raise NotHere("without oneDNN for BF16 a tied head keeps no packed copy, so vLLM gets it right")
         find, vllm_faults._tied_head = vllm_faults._tied_head, lambda model: None
         report = engine.update_weights(weights.items(), version + 1)
         vllm_faults._tied_head = find
@@ -269,6 +283,9 @@ def check_amx_layouts(engine):
     """What vLLM does on CPUs with AMX: its packers run here too, its kernels do not. All bit patterns come back."""
     from vllm._custom_ops import cpu_prepack_moe_weight
     from vllm.model_executor.layers import utils
+
+    if not hasattr(torch.ops._C, "convert_weight_packed"):
+        raise NotHere("vLLM's packers for AMX come with its AVX-512 build only")
 
     def random_bits(*shape):
         return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
@@ -343,9 +360,14 @@ def check_family(family, directory):
     assert torch.set_num_threads is set_num_threads, "building an engine replaced torch.set_num_threads"
 
     def holds(check, *arguments):
-        result = check(engine, *arguments)
-        print(f"ok {family} {check.__name__.removeprefix('check_').replace('_', '-')}", flush=True)
-        return result
+        name = check.__name__.removeprefix("check_").replace("_", "-")
+        try:
+            result = check(engine, *arguments)
+        except NotHere as reason:
+            print(f"skip {family} {name}: {reason}", flush=True)
+        else:
+            print(f"ok {family} {name}", flush=True)
+            return result
 
     holds(check_checkpoint, base)
     if family == "dense":

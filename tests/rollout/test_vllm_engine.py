@@ -1,6 +1,7 @@
 """Real vLLM engines (C5: the digests of trainer weights and of live engine weights agree after every sync)."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -40,6 +41,8 @@ def printed(tmp_path_factory):
 )
 def test_c5_live_weights(check, family, printed):
     """Each is a function `check_*` of `engine_checks.py`, which says what it proves."""
+    if skipped := re.search(rf"^skip {family} {check}: (.+)$", printed, re.MULTILINE):
+        pytest.skip(skipped[1])
     assert f"ok {family} {check}\n" in printed, printed[-6000:]
 
 
