@@ -73,6 +73,13 @@ def with_scales(
     return out
 
 
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Whether E4M3 codes, or E8M0 scales (uint8), hold a NaN."""
+    if tensor.dtype == CODES:
+        return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+    return tensor.dtype == torch.uint8 and bool((tensor == 0xFF).any())
+
+
 def quantization_config(hf_config, bf16_layers: set[int] = frozenset()) -> dict:
     """The `quantization_config` of an MXFP8 version of a BF16 model. bf16_layers: layers, from 0, that stay BF16."""
     return {
