@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# DeepSeek-R1-Distill-Qwen-1.5B, supervised fine-tuning on Megatron-LM with stochastic rounding.
+# 1 node x 8 GPUs: data-parallel 8. By arithmetic 13 GB a GPU for params, gradients and optimizer, plus activations.
+#
+#   MEGATRON_LM=~/Megatron-LM MODEL=... PRETRAINED=... DATA=... SAVE=... MASTER_ADDR=node0 NODE_RANK=0 bash train.sh
+#
+# DRY_RUN=1 prints the command line. Further arguments are appended to it and win over those below. Never run on GPUs by this
+# project; tests/unit/test_examples.py passes this very command line through Megatron's own parser and checks.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+DEFAULT_NNODES=1
+source "$here/../launch.sh"
+need MEGATRON_LM "a checkout of Megatron-LM, branch core_r0.19.0 (it has pretrain_gpt.py)"
+need MODEL "the folder of the Hugging Face checkpoint (its tokenizer is used)"
+need PRETRAINED "the same weights as a Megatron checkpoint, as Megatron-Bridge converts them"
+need DATA "a JSONL file of conversations: {\"messages\": [{\"role\": ..., \"content\": ...}, ...]} a line"
+need SAVE "the folder for checkpoints; a job started again goes on from the last one there"
+
+# The model, as in its config.json (tests/data/model_configs/deepseek_r1_1_5b.json).
+model=(
+  --num-layers 28                        # transformer layers
+  --hidden-size 1536                     # width of the residual stream
+  --ffn-hidden-size 8960                 # width of the MLP (SwiGLU)
+  --num-attention-heads 12               # query heads
+  --group-query-attention                # with fewer heads for keys and values:
+  --num-query-groups 2                   # key-value heads
+  --max-position-embeddings 131072       # longest context
+  --position-embedding-type rope         # rotary positions
+  --rotary-base 10000                    # their base, rope_theta
+  --normalization RMSNorm                # no mean is taken off
+  --norm-epsilon 1e-6                    # rms_norm_eps
+  --swiglu                               # gated SiLU in the MLP
+  --disable-bias-linear                  # linear layers without biases
+  --untie-embeddings-and-output-weights  # the output layer has its own weights
+  --padded-vocab-size 151936             # rows of the embedding, vocab_size
+  --add-qkv-bias                         # but Qwen2 has them on queries, keys and values
+)
+
+# How the ranks share it; the data-parallel size is what remains.
+layout=(
+  --tensor-model-parallel-size 1    # whole layers on each GPU
+  --pipeline-model-parallel-size 1  # all layers on each GPU
+  --use-distributed-optimizer       # ZeRO-1: each data-parallel rank keeps its share of main params and moments
+  --overlap-grad-reduce             # reduce gradients while the backward pass runs
+  --overlap-param-gather            # gather rounded params while the forward pass runs
+)
+
+# Batches, optimizer, precision.
+training=(
+  --micro-batch-size 1                  # sequences in one forward pass of a rank
+  --global-batch-size 256               # sequences in one optimizer step of the whole job
+  --seq-length 8192                     # tokens in a packed sequence
+  --train-iters 1000                    # optimizer steps
+  --lr 1e-6                             # a post-training learning rate: updates far below half a BF16 ulp
+  --min-lr 1e-6                         # the end of the schedule
+  --lr-decay-style constant             # no decay
+  --lr-warmup-iters 10                  # steps of linear warm-up
+  --optimizer adam                      # AdamW: FP32 main params and moments
+  --adam-beta1 0.9                      # decay of the first moment
+  --adam-beta2 0.98                     # decay of the second moment
+  --weight-decay 0.1                    # decoupled weight decay
+  --clip-grad 1.0                       # largest global gradient norm
+  --bf16                                # BF16 model params, activations and parameter all-gather
+  --accumulate-allreduce-grads-in-fp32  # gradients add up and are reduced in FP32
+  --attention-backend flash             # FlashAttention through Transformer Engine
+  --attention-dropout 0.0               # no dropout in attention
+  --hidden-dropout 0.0                  # nor elsewhere
+)
+
+# Data and tokenizer.
+data=(
+  --sft                                  # supervised fine-tuning on packed conversations
+  --data-path "$DATA"                    # JSONL, one conversation (or several, packed) a line
+  --split 100,0,0                        # all of it for training
+  --eval-iters 0                         # so no evaluation either
+  --tokenizer-type SFTTokenizer          # the model's own tokenizer ...
+  --tokenizer-model "$MODEL"             # ... from this folder
+  --sft-tokenizer-prompt-format default  # ... with its chat template; Megatron then trains on the tokens of all roles
+)
+
+# Checkpoints and logging.
+checkpoints=(
+  --pretrained-checkpoint "$PRETRAINED"  # weights for the first start
+  --load "$SAVE"                         # later starts go on from here, on any layout
+  --save "$SAVE"                         # checkpoints
+  --save-interval 100                    # optimizer steps between them
+  --ckpt-format torch_dist               # distributed checkpoints: each rank writes its shards
+  --dist-ckpt-optim-fully-reshardable    # optimizer state that another layout can load
+  --log-interval 1                       # a log line a step
+  --log-throughput                       # with TFLOP/s per GPU
+  --tensorboard-dir "$SAVE/tensorboard"  # curves, those of the rounding among them
+  --distributed-timeout-minutes 60       # how long a collective may wait, for example for a slow save
+)
+
+# Stochastic rounding.
+rounding=(
+  --param-rounding stochastic           # round FP32 main params to BF16 model params stochastically, once per optimizer step
+  --param-rounding-seed 1234            # with step, tensor and element it decides every rounding; keep it when resuming
+  --param-rounding-log-interval 50      # every 50 steps log the share of unchanged weights and the distance to the main params
+  --param-rounding-verify-interval 500  # every 500 steps check that all replicas hold the same bits
+)
+
+launch megatron_sr run "$MEGATRON_LM/pretrain_gpt.py" \
+  "${model[@]}" "${layout[@]}" "${training[@]}" "${data[@]}" "${checkpoints[@]}" "${rounding[@]}" "$@"
