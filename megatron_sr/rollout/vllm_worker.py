@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from megatron_sr.rollout import vllm_faults
+from megatron_sr.rollout import mxfp8_audit, mxfp8_layout, vllm_faults
 from megatron_sr.rollout.held import Held
 from megatron_sr.rollout.manifest import TensorRecord
-from megatron_sr.rollout.mxfp8_layout import expected_tensors
 from megatron_sr.rollout.shared_memory import SharedTensors
 from megatron_sr.rollout.vllm_readback import live_views
 from megatron_sr.rollout.vllm_shards import local_part
@@ -29,9 +28,12 @@ class WeightsWorker:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         config = self.model_config.hf_config
+        if mxfp8_layout.is_mxfp8(config):
+            rows = mxfp8_audit.audit_engine(self.model_runner.get_model(), config)
+            mxfp8_audit.check(rows, "its config.json")
         self._sr_rank = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._sr_kv_heads = config.num_key_value_heads
-        whole = {n: torch.empty(shape, device="meta") for n, (shape, _) in expected_tensors(config).items()}
+        whole = {n: torch.empty(shape, device="meta") for n, (shape, _) in mxfp8_layout.expected_tensors(config).items()}
         self._sr_shapes = {name: tuple(self.sr_part(name, tensor).shape) for name, tensor in whole.items()}
         self._sr_held: Held | None = None
         self.sr_views()
