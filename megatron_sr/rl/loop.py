@@ -17,6 +17,7 @@ from megatron_sr.rl.metrics import MetricsLog, progress_line
 from megatron_sr.rl.rollouts import Rollouts, generate, prompt_seeds
 from megatron_sr.rl.tasks import iteration_generator
 from megatron_sr.rollout.engine import SamplingConfig
+from megatron_sr.rollout.mxfp8_export import export_mxfp8
 from megatron_sr.study.sticking import unchanged_fraction
 
 # What a resumed run must share with the saved one to equal it; a difference is announced, not refused.
@@ -150,7 +151,7 @@ class PostTraining:
         Raises RuntimeError when a tensor read back from an engine differs, or when the ranks' trainers disagree.
         """
         started = time.perf_counter()
-        report = self.engine.update_weights(self.policy.export(), version=self.iteration + 1)
+        report = self.engine.update_weights(self._rollout_tensors(), version=self.iteration + 1)
         reports: list = [None] * dist.get_world_size()
         dist.all_gather_object(reports, report)
         self.parity["syncs"] += 1
@@ -167,6 +168,12 @@ class PostTraining:
                     f"weights version {report.version}: the trainer's weights differ between ranks 0 and {rank}"
                 )
         return time.perf_counter() - started
+
+    def _rollout_tensors(self):
+        """What the engine is given: BF16 weights, or the trainer's MXFP8 codes and scales."""
+        if self.rounding.mxfp8 is None:
+            return self.policy.export()
+        return export_mxfp8(self.policy.gpt, self.policy.hf_config, self.rounding.mxfp8)
 
     def _evaluate(self, main_params: bool) -> dict:
         record = {}

@@ -46,6 +46,7 @@ def build(args):
     from megatron_sr.megatron.optimizer import apply_param_rounding
     from megatron_sr.rl.base import load_base
     from megatron_sr.rl.loop import PostTraining
+    from megatron_sr.rl.mxfp8 import engine_start
     from megatron_sr.rl.policy import Policy
     from megatron_sr.rollout.vllm import VLLMEngine
 
@@ -58,15 +59,18 @@ def build(args):
     torch.manual_seed(args.seed)
     policy = Policy(hf_config, base, layout, lr=args.lr, clip_grad=args.clip_grad)
     rounding = apply_param_rounding(policy.optimizer, policy.ddp, from_flags(args))
+    if rounding.mxfp8 is not None:
+        base = {name: tensor.clone() for name, tensor in policy.export()}  # sticking counts from the first MXFP8 values
     # The engine comes after Megatron: it joins the default process group instead of making one (facts of vLLM 0.32).
-    engine = VLLMEngine(
-        args.model,
-        dtype="bfloat16",
-        max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
-        max_num_seqs=min(512, args.prompts * args.completions),
-        max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_completion_tokens),
-        seed=0,
-    )
+    with engine_start(args.model, rounding.mxfp8) as engine_dir:
+        engine = VLLMEngine(
+            engine_dir,
+            dtype="bfloat16",
+            max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
+            max_num_seqs=min(512, args.prompts * args.completions),
+            max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_completion_tokens),
+            seed=0,
+        )
     return PostTraining(args, policy, rounding, engine, task, tokenizer, base)
 
 
