@@ -59,21 +59,19 @@ class _ModelParams:
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, *more, metadata=None, **named):
         """As Megatron's. Changes `model_sharded_state_dict` in place when the checkpoint holds no model params."""
+        config = self.site.config
+        self.absent = (metadata or {}).get(SAVE_MODEL, "full") == "none" if is_loading else config.save_model == "none"
+        if not is_loading and metadata is not None:
+            metadata[SAVE_MODEL] = config.save_model
+        elif not is_loading and self.absent:
+            raise ValueError(
+                f"{FLAGS['save_model']} none needs a checkpoint with content metadata, which tells the next load that model "
+                "params are absent: give sharded_state_dict a metadata dict and dist_checkpointing.save the same "
+                f"as content_metadata, or use {FLAGS['save_model']} full"
+            )
         state = self._sharded_state_dict(model_sharded_state_dict, is_loading, *more, metadata=metadata, **named)
-        if is_loading:
-            self.absent = (metadata or {}).get(SAVE_MODEL, "full") == "none"
-        else:
-            self.absent = self.site.config.save_model == "none"
-            if self.absent and metadata is None:
-                raise ValueError(
-                    f"{FLAGS['save_model']} none needs a checkpoint with content metadata, which tells the next load that model "
-                    "params are absent: give sharded_state_dict a metadata dict and dist_checkpointing.save the same "
-                    f"as content_metadata, or use {FLAGS['save_model']} full"
-                )
-            if metadata is not None:
-                metadata[SAVE_MODEL] = self.site.config.save_model
-            if isinstance(state, dict):  # None on the ranks that write nothing in Megatron's memory-efficient mode
-                state |= bucket_index(self.site, metadata)
+        if not is_loading:
+            state |= bucket_index(self.site, metadata)
         if self.absent:
             _leave_out(model_sharded_state_dict, _rounded_params(self.site))
         return state
@@ -101,14 +99,14 @@ class _ModelParams:
         elif changed:
             self._recompute()
         elif not self.saved:
-            self._report(_everywhere(mismatches(_pieces(site), saved, site.step), site))
+            self._report(_everywhere(_unlike(site, saved), site))
             self._recompute()
         elif config.format == "mxfp8":  # a second rounding follows the all-gather, of whole tensors
             loaded = [piece.model.clone() for piece in _pieces(site)]
             self._recompute()
             self._report(_everywhere(differing(_pieces(site), loaded), site))
         else:
-            wrong = _everywhere(mismatches(_pieces(site), config, site.step), site)
+            wrong = _everywhere(_unlike(site, config), site)
             self._report(wrong)
             if wrong:
                 self._recompute()
@@ -121,8 +119,8 @@ class _ModelParams:
             checkpoint.say(f"model params are rounded anew at step {site.step}, with other settings: {listed}")
 
     def _recompute(self) -> None:
-        self.site.optimizer._copy_main_params_to_model_params()
-        _gather(self.site.optimizer)
+        self.site.round_()
+        gather_params(self.site.optimizer)
 
     def _report(self, wrong: list[Mismatch]) -> None:
         if not wrong:
@@ -143,6 +141,17 @@ def _rounded_params(site) -> set[torch.nn.Parameter]:
     """The model params that the ranks of this optimizer round together: in a DistributedOptimizer each rank has pieces of some only."""
     shared = (param for buffer in getattr(site.optimizer, "buffers", ()) for param in buffer.params)
     return {piece.param for piece in site.pieces} | {param for param in shared if is_rounded(param)}
+
+
+def _unlike(site, config: ParamRounding) -> list[Mismatch]:
+    """The tensors of which this rank's model params are not the rounding of its main params under `config`.
+
+    A site without pieces (main params inside FusedAdam) can only be compared with its own configuration, and does not count.
+    """
+    keys = site.mismatches()  # under its own; also brings an offloaded optimizer's staging memory up to date
+    if not site.pieces:
+        return [Mismatch(key) for key in keys] if config is site.config else []
+    return mismatches(_pieces(site), config, site.step) if keys or config is not site.config else []
 
 
 def _pieces(site) -> Iterator[Piece]:
@@ -166,7 +175,7 @@ def _everywhere(wrong: list[Mismatch], site) -> list[Mismatch]:
     return [total[key] for key in sorted(total)]
 
 
-def _gather(optimizer) -> None:
+def gather_params(optimizer) -> None:
     """The parameter all-gather of this optimizer's buckets; nothing to do where every rank rounds whole params.
 
     Not `start_param_sync` of the model chunks: that also gathers the buckets of other optimizers, whose ranks may not be here.

@@ -9,17 +9,25 @@ import torch
 def full_main_params(optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Model param -> its FP32 main param, of the local parameter's shape, on its device. Memory: 4 bytes per local parameter.
 
-    optimizer  what `get_megatron_optimizer` returned, made of DistributedOptimizers (TypeError otherwise).
+    optimizer  what `get_megatron_optimizer` returned, made of DistributedOptimizers and Float16OptimizerWithFloat16Params (TypeError
+               otherwise).
     Collective over the data-parallel group; expert parameters over their own, smaller group. Every rank gets every
     parameter of its model chunks. The tensors are copies: writing to them changes nothing.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     main_params = {}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part, DistributedOptimizer):
+        if part.is_stub_optimizer:
+            continue
+        if isinstance(part, Float16OptimizerWithFloat16Params):  # every rank has whole main params
+            for params, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+                main_params |= {param: main.detach().clone() for param, main in zip(params, mains, strict=True)}
+            main_params |= {param: param.detach().clone() for group in part.fp32_from_fp32_groups for param in group}
+        elif not isinstance(part, DistributedOptimizer):
             raise TypeError(f"full_main_params gathers from DistributedOptimizers, not from {type(part).__name__}")
-        if not part.is_stub_optimizer:
+        else:
             for number, buffer in enumerate(part.buffers):
                 main_params |= _gather_buffer(part, number, buffer)
     return main_params

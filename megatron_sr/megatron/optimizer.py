@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_sr.config import ParamRounding
-from megatron_sr.megatron import checkpoint, checkpoint_model, mxfp8
+from megatron_sr.config import FLAGS, ParamRounding
+from megatron_sr.megatron import checkpoint, checkpoint_model, mxfp8, mxfp8_flags
 from megatron_sr.megatron.identity import Identity, identify, model_chunks
 from megatron_sr.megatron.metrics import Metrics
 from megatron_sr.megatron.replicas import differing_replicas
 from megatron_sr.megatron.sites import Site, make_sites, parts
-from megatron_sr.megatron.support import check_supported
+from megatron_sr.megatron.support import check_supported, look_up
 
 
 class Controller:
@@ -29,15 +29,17 @@ class Controller:
     sites       the cast sites of this rank; none with nearest.
     identities  of this rank's whole model params; none with nearest.
     mxfp8       with format mxfp8, its codes and scales; else None.
+    replaced    whether Megatron's own cast has been replaced; on a rank without parameters, elsewhere.
     """
 
     def __init__(self, config: ParamRounding, sites: list[Site], identities: dict[torch.nn.Parameter, Identity]):
         self.config, self.sites, self.identities = config, sites, identities
         self.mxfp8: mxfp8.MXFP8Weights | None = None
         self._on_metrics: list[Callable[[int, dict[str, float]], None]] = []
-        self._after_gather: list[Callable[[int], None]] = []
+        self.replaced = bool(identities)
         self._metrics: Metrics | None = None
         self._checked = 0  # the last step that --param-rounding-verify-interval has checked
+        self._elsewhere: int | None = None  # on a rank without parameters: the step of the others
         self._gathers_late = False
 
     @property
@@ -47,7 +49,7 @@ class Controller:
             raise RuntimeError(
                 f"chained optimizers have made {steps} steps; step the whole optimizer, not one of its parts"
             )
-        return steps[0] if steps else 0
+        return steps[0] if steps else self._elsewhere or 0
 
     def state_dict(self) -> dict:
         """The rounding state. It already rides in the optimizer's own state dict: needed only to look at it."""
@@ -65,7 +67,16 @@ class Controller:
             site.round_()
 
     def mismatches(self) -> list[str]:
-        """Names of the tensors of which this rank's share of the model params is not the rounding of its main params."""
+        """Names of the tensors of which this rank's share of the model params is not the rounding of its main params.
+
+        With format mxfp8 collective, and params that were wrong are right afterwards.
+        """
+        if self.mxfp8 is not None:
+            wrong = (
+                mxfp8.recompute(self.mxfp8, site, functools.partial(checkpoint_model.gather_params, site.optimizer))
+                for site in self.sites
+            )
+            return sorted({name for names in wrong for name in names})
         return sorted({name for site in self.sites for name in site.mismatches()})
 
     def verify(self) -> None:
@@ -74,8 +85,7 @@ class Controller:
         Collective over all ranks; not between a step and an all-gather that overlaps with the next forward pass. Raises
         RuntimeError on every rank, naming tensors and ranks.
         """
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        faults = [f"replicas differ: {text}" for text in differing_replicas(self.identities, device)]
+        faults = [f"replicas differ: {text}" for text in differing_replicas(self.identities, _device(self.identities))]
         steps = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(steps, (self.step if self.sites else None, self.mismatches()))
         known = {step for step, _ in steps if step is not None}
@@ -101,25 +111,13 @@ class Controller:
         """Call `report(step, metrics)` on every rank after each step that --param-rounding-log-interval names; see metrics.py."""
         self._on_metrics.append(report)
 
-    def after_gather(self, action: Callable[[int], None]) -> None:
-        """Call `action(step)` on every rank after each successful step, when model params are gathered, in order of registration.
-
-        For what is derived from whole model params, as MXFP8 copies are. Raises ValueError with --overlap-param-gather, where
-        params arrive one by one during the next forward pass.
-        """
-        if self._gathers_late:
-            raise ValueError(
-                "this needs all params right after the step, but --overlap-param-gather gathers them during the next forward "
-                "pass; leave it out"
-            )
-        self._after_gather.append(action)
-
     def _watch(self, optimizer) -> None:
         """Measure, check and call back around `optimizer.step`, which every rank calls whether it holds parameters or not."""
         original = optimizer.step
 
         @functools.wraps(original)
         def step(*args, **kwargs):
+            self._agree_on_step()
             self._verify_if_due(late=True)
             measuring = self._due(self.config.log_interval, self.step + 1)
             if measuring:
@@ -132,12 +130,19 @@ class Controller:
                 for report in self._on_metrics:
                     report(self.step, metrics)
             if successful:
-                for action in self._after_gather:
-                    action(self.step)
+                if not self.sites:
+                    self._elsewhere += 1
                 self._verify_if_due(late=False)
             return result
 
         optimizer.step = step
+
+    def _agree_on_step(self) -> None:
+        """Once: a rank that holds no parameters (a frozen pipeline stage) learns the step, so that it logs and checks with the others."""
+        if self._elsewhere is None:
+            step = torch.tensor(self.step, device=_device(self.identities))
+            torch.distributed.all_reduce(step, op=torch.distributed.ReduceOp.MAX)
+            self._elsewhere = int(step)
 
     def _verify_if_due(self, late: bool) -> None:
         """With an overlapped all-gather, params are complete only when the next step begins: they are checked then."""
@@ -164,14 +169,19 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     saved under stochastic. Raises ValueError for what is not supported (C6), for an include or exclude glob that matches no
     tensor, and, naming it, for a parameter without a layout-independent identity. Collective over all ranks if globs are given.
     """
-    if _is_megatrons_own(config, optimizer):
+    if _is_megatrons_own(config, optimizer, model):
         for part in parts(optimizer):
             if isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer):
                 checkpoint.on_load(part.optimizer, config, loaded=lambda state: None)
         return Controller(config, [], {})
     for part in parts(optimizer):
-        check_supported(part.config, *([part.ddp_config] if hasattr(part, "ddp_config") else []), *_configs(model))
+        check_supported(*_configs(part, model), format=config.format)
     config = config.for_dtype(_dtype(optimizer))
+    if config.format == "mxfp8" and config.log_interval:
+        raise ValueError(
+            f"{FLAGS['log_interval']} {config.log_interval} does not work with {FLAGS['format']} mxfp8, whose model params are "
+            "quantized after they have been counted; leave it out"
+        )
     identities = identify(model)
     _check_globs(config, identities)
     controller = Controller(config, make_sites(optimizer, identities, config), identities)
@@ -180,15 +190,19 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     if config.format == "mxfp8":
         controller.mxfp8 = mxfp8.attach(optimizer, model, controller.sites, identities, config)
     for site in controller.sites:
-        checkpoint_model.attach(site)
+        if isinstance(site, Site):  # FusedAdam's own main params are saved and read by its hooks
+            checkpoint_model.attach(site)
     return controller
 
 
-def _is_megatrons_own(config: ParamRounding, optimizer) -> bool:
-    """Whether Megatron's own cast is what `config` asks for: to nearest, and into no simulated format."""
-    return config.mode == "nearest" and (
-        config.format is None or config.format == ParamRounding().for_dtype(_dtype(optimizer)).format
-    )
+def _is_megatrons_own(config: ParamRounding, optimizer, model) -> bool:
+    """Whether Megatron's own cast is what `config` asks for: to nearest, and into no format that is simulated."""
+    if config.mode != "nearest":
+        return False
+    if config.format == "mxfp8":
+        configs = _configs(parts(optimizer)[0], model)
+        return mxfp8_flags.uses_transformer_engine(lambda field, default: look_up(configs, field, default))
+    return config.format is None or config.format == ParamRounding().for_dtype(_dtype(optimizer)).format
 
 
 def _dtype(optimizer) -> torch.dtype:
@@ -197,8 +211,10 @@ def _dtype(optimizer) -> torch.dtype:
     return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
 
 
-def _configs(model) -> list:
-    return [chunk.config for chunk in model_chunks(model)]
+def _configs(part, model) -> list:
+    """The configurations behind one optimizer: its own, its DDP's, and those of the model's chunks."""
+    ddp = [part.ddp_config] if hasattr(part, "ddp_config") else []
+    return [part.config, *ddp, *(chunk.config for chunk in model_chunks(model))]
 
 
 def _device(identities: dict) -> torch.device:

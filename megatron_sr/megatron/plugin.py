@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 
-from megatron_sr.megatron import arguments, source_patch
-from megatron_sr.megatron.optimizer import Controller, apply_param_rounding
-from megatron_sr.version import __version__
+from megatron_sr.megatron import arguments, metrics, source_patch, summary
+from megatron_sr.megatron.optimizer import apply_param_rounding
 
 
 def _install() -> None:
@@ -41,14 +40,8 @@ def round_params(optimizer, model_chunks) -> None:
     from megatron.training.utils import print_rank_0
 
     controller = apply_param_rounding(optimizer, model_chunks, arguments.param_rounding(get_args()))
-    print_rank_0(_announce(controller))
-
-
-def _announce(controller: Controller) -> str:
-    c = controller.config
-    if c.mode == "nearest":
-        return f"megatron-sr {__version__}: --param-rounding nearest (Megatron's own cast)"
-    return f"megatron-sr {__version__}: --param-rounding {c.mode}, seed {c.seed}, format {c.format}, noise {c.noise}"
+    controller.on_metrics(metrics.to_megatron)
+    print_rank_0(summary.table(controller))
 
 
 _install()

@@ -47,13 +47,16 @@ class TransformerEngineStandIn(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     self._initialize(param)
-                if param.grad is None:
+                if self._gradient(param) is None:
                     continue
                 if done == self.fail_after:
                     raise RuntimeError("the kernel failed")
                 self._kernel(param, update, **state)
                 done += 1
         return loss
+
+    def _gradient(self, param):
+        return param.grad
 
     def _initialize(self, param) -> None:
         state = self.state[param]
@@ -65,7 +68,7 @@ class TransformerEngineStandIn(torch.optim.Optimizer):
 
     def _kernel(self, param, update, exp_avg, exp_avg_sq, master_param) -> None:
         main = _join(param, master_param) if self._remainders(param) else master_param
-        update_(main.view(-1), param.grad.float().view(-1), exp_avg.view(-1), exp_avg_sq.view(-1), update)
+        update_(main.view(-1), self._gradient(param).float().view(-1), exp_avg.view(-1), exp_avg_sq.view(-1), update)
         if self._remainders(param):
             _split(param, master_param, main)
         else:

@@ -1,8 +1,9 @@
-"""Two ranks: three steps in every layout, the same weights and gradients by key. Rank 0 writes what came out as JSON."""
+"""Two or four ranks: three steps in every layout, the same weights and gradients by key. Rank 0 writes what came out as JSON."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,37 +23,69 @@ class Run:
     alone: bool = False  # each rank a world of its own
     virtual: int | None = None
     ddp_options: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    instances: int = 1
     seed: int = 77
 
     def build(self, hf) -> Job:
-        return build(hf, self.layout, self.virtual, self.ddp_options)
+        ddp = self.ddp_options | ({"num_distributed_optimizer_instances": self.instances} if self.instances > 1 else {})
+        return build(hf, self.layout, self.virtual, ddp, **self.options)
 
     def process_groups(self):
-        return process_groups(self.layout, self.alone, self.virtual)
+        return process_groups(self.layout, self.alone, self.virtual, self.instances)
 
 
 DP1 = Run(alone=True)
 TP2, PP2 = Run(Layout(tensor=2)), Run(Layout(pipeline=2))
 OVERLAP = dict(bucket_size=20_000, overlap_grad_reduce=True, overlap_param_gather=True)
-MODELS = {
+NOT_DISTRIBUTED = dict(use_distributed_optimizer=False)
+TWO_RANKS = {
     "dense": (
         hf_config("qwen3", layers=4),
         {"DP1": DP1, "another seed": Run(alone=True, seed=78), "DP2": Run(), "DP2 overlap": Run(ddp_options=OVERLAP)}
-        | {"TP2": TP2, "PP2": PP2, "PP2 VPP2": Run(Layout(pipeline=2), virtual=2)},
+        | {"DP2 one bucket": Run(ddp_options=dict(bucket_size=None, overlap_grad_reduce=True))}
+        | {"DP2 not distributed": Run(ddp_options=NOT_DISTRIBUTED)}
+        | {
+            "DP2 overlap, not distributed": Run(
+                ddp_options=dict(overlap_grad_reduce=True, bucket_size=9_000) | NOT_DISTRIBUTED
+            )
+        }
+        | {"TP2": TP2, "TP2 SP": Run(Layout(tensor=2), options=dict(sequence_parallel=True))}
+        | {"PP2": PP2, "PP2 VPP2": Run(Layout(pipeline=2), virtual=2)},
     ),
     "tied": (hf_config("qwen3", layers=4, tied=True), {"DP1": DP1, "TP2": TP2, "PP2": PP2}),
     "moe": (
         hf_config("qwen3_moe", layers=4),
-        {"DP1": DP1, "DP2": Run(), "EP2": Run(Layout(expert=2)), "TP2 SP": TP2, "PP2": PP2},
+        {"DP1": DP1, "DP2": Run(), "EP2": Run(Layout(expert=2)), "TP2 SP": TP2, "PP2": PP2}
+        | {"EP2 not distributed": Run(Layout(expert=2), ddp_options=NOT_DISTRIBUTED)},
+    ),
+}
+FOUR_RANKS = {
+    "dense": (
+        hf_config("qwen3", layers=4),
+        {"DP1": DP1, "DP4": Run(), "DP4 overlap": Run(ddp_options=OVERLAP), "DP4 in 2 instances": Run(instances=2)}
+        | {"TP2 PP2": Run(Layout(tensor=2, pipeline=2)), "PP2 VPP2 DP2": Run(Layout(pipeline=2), virtual=2)},
+    ),
+    "qwen2 tied": (  # no q/k norm, biases at q, k and v
+        hf_config("qwen2", layers=4, tied=True),
+        {"DP1": DP1, "TP2 PP2": Run(Layout(tensor=2, pipeline=2)), "PP4": Run(Layout(pipeline=4))},
+    ),
+    "moe": (
+        hf_config("qwen3_moe", layers=4),
+        {"DP1": DP1, "TP2 EP2": Run(Layout(tensor=2, expert=2)), "PP2 EP2": Run(Layout(pipeline=2, expert=2))}
+        | {"PP2 VPP2 EP2 overlap": Run(Layout(pipeline=2, expert=2), virtual=2, ddp_options=OVERLAP)}
+        | {"EP4": Run(Layout(expert=4)), "TP2 PP2 SP": Run(Layout(tensor=2, pipeline=2))}
+        | {"DP2 EP2 not distributed": Run(Layout(expert=2), ddp_options=NOT_DISTRIBUTED)},
     ),
 }
 
 
 def main(results_file: str, folder: str) -> None:
     torch.set_num_threads(1)
-    results = {model: {} for model in MODELS}
-    for alone in (True, False):  # then one world of two ranks serves all other runs
-        for model, (hf, runs) in MODELS.items():
+    models = {"2": TWO_RANKS, "4": FOUR_RANKS}[os.environ["WORLD_SIZE"]]
+    results = {model: {} for model in models}
+    for alone in (True, False):  # then one world of all ranks serves all other runs
+        for model, (hf, runs) in models.items():
             for name, run in runs.items():
                 if run.alone == alone:
                     results[model][name] = three_steps(hf, run)
@@ -72,6 +105,7 @@ def three_steps(hf, run: Run) -> dict:
         start, _ = logical_tensors(job)
         job.steps(1, 2, 3)
         job.gather_params()
+        controller.verify()
         main_params = full_main_params(job.optimizer)
         weights, differing = logical_tensors(job)
         main_digests, main_differing = logical_tensors(job, main_params)

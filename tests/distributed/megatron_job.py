@@ -26,8 +26,11 @@ LEARNING_RATE = 3e-5  # below half an ulp of most weights: rounding decides what
 
 
 @contextlib.contextmanager
-def process_groups(layout: Layout, alone: bool = False, virtual: int | None = None):
-    """Megatron's groups of `layout` over the torchrun ranks; with `alone`, each rank is a world of its own."""
+def process_groups(layout: Layout, alone: bool = False, virtual: int | None = None, instances: int = 1):
+    """Megatron's groups of `layout` over the torchrun ranks; with `alone`, each rank is a world of its own.
+
+    instances: of the distributed optimizer.
+    """
     if alone:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     elif not dist.is_initialized():
@@ -37,6 +40,7 @@ def process_groups(layout: Layout, alone: bool = False, virtual: int | None = No
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=virtual,
         expert_model_parallel_size=layout.expert,
+        num_distributed_optimizer_instances=instances,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield
@@ -97,9 +101,18 @@ class Job:
                 chunk.start_param_sync(force_sync=True)
 
 
-def build(hf, layout: Layout, virtual: int | None = None, ddp_options: dict | None = None, **optimizer_options) -> Job:
+def build(
+    hf,
+    layout: Layout,
+    virtual: int | None = None,
+    ddp_options: dict | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    sequence_parallel: bool = False,
+    **optimizer_options,
+) -> Job:
     """A job on this rank: weights filled by key, gradient clipping off. `ddp_options`, `optimizer_options`: Megatron's fields."""
-    config = transformer_config(hf, layout)
+    config = transformer_config(hf, layout, dtype)
+    config.fp16, config.sequence_parallel = dtype == torch.float16, config.sequence_parallel or sequence_parallel
     config.virtual_pipeline_model_parallel_size = virtual
     models = [gpt_model(hf, config)] if virtual is None else [_virtual_stage(hf, config, v) for v in range(virtual)]
     for param, identity in identify(models).items():
@@ -111,8 +124,9 @@ def build(hf, layout: Layout, virtual: int | None = None, ddp_options: dict | No
         for number, model in enumerate(models)
     ]
     options = dict(
-        optimizer="adam", lr=LEARNING_RATE, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True, clip_grad=0.0, overlap_param_gather=ddp_config.overlap_param_gather,
+        optimizer="adam", lr=LEARNING_RATE, weight_decay=0.1, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
+        params_dtype=dtype, use_distributed_optimizer=ddp_config.use_distributed_optimizer, clip_grad=0.0,
+        overlap_param_gather=ddp_config.overlap_param_gather,
     )  # fmt: skip
     return Job(chunks, get_megatron_optimizer(OptimizerConfig(**options | optimizer_options), chunks))
 
@@ -159,7 +173,7 @@ def _share_of_gradient(param: torch.nn.Parameter) -> float:
     """This rank's part of the gradient: unequal parts, whose sum, divided by the data-parallel size, is exactly the whole."""
     expert = not getattr(param, "allreduce", True)
     group = parallel_state.get_expert_data_parallel_group() if expert else parallel_state.get_data_parallel_group()
-    weights = {1: (1.0,), 2: (0.25, 0.75)}[group.size()]
+    weights = {1: (1.0,), 2: (0.25, 0.75), 4: (0.125, 0.25, 0.125, 0.5)}[group.size()]
     return weights[group.rank()] * parallel_state.get_data_parallel_world_size()
 
 
@@ -197,4 +211,4 @@ def _grow(known: dict, size: int) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+    return tensor.contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)

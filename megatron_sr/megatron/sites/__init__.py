@@ -36,14 +36,20 @@ def make_sites(optimizer, identities: dict, config: ParamRounding) -> list[Site]
 
 
 def _kind(part) -> type[Site]:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     from megatron_sr.megatron.sites.distributed import DistributedSite
     from megatron_sr.megatron.sites.float16 import Float16Site
+    from megatron_sr.megatron.sites.offload import OffloadSite
+    from megatron_sr.megatron.sites.precision_aware import PrecisionAwareSite
 
+    inner = getattr(part, "optimizer", None)
     if type(part) is DistributedOptimizer:
-        return DistributedSite
+        if isinstance(inner, HybridDeviceOptimizer):
+            return OffloadSite
+        return PrecisionAwareSite if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else DistributedSite
     if type(part) is Float16OptimizerWithFloat16Params:
         return Float16Site
     raise ValueError(

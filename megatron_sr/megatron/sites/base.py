@@ -9,7 +9,7 @@ import torch
 
 from megatron_sr.config import ParamRounding
 from megatron_sr.coordinates import clip
-from megatron_sr.megatron import checkpoint
+from megatron_sr.megatron import checkpoint, recompute
 from megatron_sr.megatron.identity import Identity
 from megatron_sr.rounding import RoundingPlan
 
@@ -69,10 +69,10 @@ class Site:
     def stochastic(self, piece: Piece) -> bool:
         return self.config.mode == "stochastic" and self.config.rounds(piece.identity.key)
 
-    def plan(self, pieces: list[Piece], places: list[torch.Tensor] | None = None) -> RoundingPlan:
-        """A plan for pieces that are all stochastic or all nearest; `places` instead of their own."""
+    def plan(self, pieces: list[Piece]) -> RoundingPlan:
+        """A plan for pieces that are all stochastic or all nearest."""
         return RoundingPlan(
-            places or [piece.place for piece in pieces],
+            [piece.place for piece in pieces],
             [piece.main for piece in pieces],
             [piece.identity for piece in pieces],
             seed=self.config.seed if self.stochastic(pieces[0]) else None,
@@ -120,29 +120,20 @@ class Site:
             if batch:
                 yield batch
 
-    @torch.no_grad()
     def mismatches(self) -> list[str]:
         """Names of the tensors of which this rank's model params are not the rounding of its main params. Changes nothing."""
-        wrong = []
-        for batch in self.batches():
-            scratch = [torch.empty_like(piece.place) for piece in batch]
-            self.plan(batch, scratch).run_(self.draw)
-            wrong += [
-                piece.identity.key
-                for piece, expected in zip(batch, scratch)
-                if not same_bits(expected, piece.place.detach())
-            ]
-        return wrong
+        pieces = (
+            recompute.Piece(
+                piece.identity.key, piece.identity.segments, piece.place.detach().view(-1), piece.main.view(-1)
+            )
+            for piece in self.pieces
+        )
+        return [mismatch.key for mismatch in recompute.mismatches(pieces, self.config, self.step)]
 
 
 def storage_format(config: ParamRounding) -> str:
     """The format that main params are rounded to: for mxfp8 the BF16 that is quantized afterwards."""
     return "bf16" if config.format == "mxfp8" else config.format
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two 16-bit tensors are equal bit for bit (NaN, -0.0)."""
-    return torch.equal(a.reshape(-1).view(torch.int16), b.reshape(-1).view(torch.int16))
 
 
 def shard_identity(identities: dict, param: torch.nn.Parameter, start: int, end: int) -> Identity:
