@@ -60,11 +60,12 @@ class MasterWeights(torch.optim.Optimizer):
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
         # The class fills in its defaults and refuses what it refuses; main params take the params' places later.
-        groups = optimizer_class(params, **options).param_groups
+        template = optimizer_class(params, **options)
+        groups = template.param_groups
         self.rounding, self.steps = _settled(rounding, groups), 0
         self._class, self._options, self._model, self._identities = optimizer_class, options, model, identities
         self._inner: torch.optim.Optimizer | None = None
-        super().__init__(groups, {})
+        super().__init__(groups, template.defaults)
         self._store()
 
     # --- stepping
@@ -133,12 +134,12 @@ class MasterWeights(torch.optim.Optimizer):
         return given
 
     def add_param_group(self, group: dict) -> None:
+        """As torch's; the model must own the parameters. Main params and state of the others stay."""
+        states = self.state_dict()["state"] if getattr(self, "_inner", None) is not None else None
         super().add_param_group(group)
-        if getattr(self, "_inner", None) is not None:
-            state = self.state_dict()
-            self._inner = None
+        if states is not None:
             self._build()
-            self._load_state(state["state"])
+            self._load_state(states)
 
     # --- main params
 

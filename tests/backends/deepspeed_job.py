@@ -59,7 +59,10 @@ class Model(torch.nn.Module):
 
 
 class Growth(torch.optim.Optimizer):
-    """Main params grow by 1e-4: below half a BF16 ulp, and the same for every number of ranks."""
+    """Main params grow by 1e-4: below half a BF16 ulp, and the same for every number of ranks.
+
+    Not without gradients: DeepSpeed steps once on zeros to make the optimizer's state.
+    """
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1.0})
@@ -68,7 +71,8 @@ class Growth(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
-                param.data.mul_(1 + 1e-4)
+                if param.grad is not None and param.grad.any():
+                    param.data.mul_(1 + 1e-4)
                 self.state[param]["step"] = torch.tensor(1.0)
 
 
@@ -77,16 +81,27 @@ def adamw(params):
 
 
 def make_engine(
-    kind: str, optimizer=Growth, rounding: sr.ParamRounding | None = CONFIG, model=None, identities=None, **settings
+    kind: str,
+    optimizer=Growth,
+    rounding: sr.ParamRounding | None = CONFIG,
+    model: torch.nn.Module | None = None,
+    identities: dict | None = None,
+    zero: dict | None = None,
+    **settings,
 ):
-    """An engine of this kind and its rounding (None for `rounding` leaves DeepSpeed alone). `settings`: more of its config."""
+    """An engine of this kind and its rounding (None for `rounding` leaves DeepSpeed alone).
+
+    zero, settings  more of "zero_optimization" and of the whole config.
+    """
     torch.manual_seed(0)
     settings = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"overlap_comm": False, "stage3_param_persistence_threshold": 0} | KINDS[kind],
+        "zero_optimization": {"overlap_comm": False, "stage3_param_persistence_threshold": 0}
+        | KINDS[kind]
+        | (zero or {}),
     } | settings
     if "BF16_Optimizer" in kind:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -169,3 +184,12 @@ def share_changed_by_rounding(weights: dict, mains: dict) -> float:
     """The share of elements that are not the nearest BF16 value of their main param."""
     total = sum(w.numel() for w in weights.values())
     return sum((weights[n] != mains[n].to(weights[n].dtype)).sum().item() for n in weights) / total
+
+
+def refusal(attempt) -> str | None:
+    """The message with which `attempt` is refused, or None."""
+    try:
+        attempt()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None

@@ -1,19 +1,30 @@
-"""What real DeepSpeed engines do on gloo ranks. Rank 0 writes what came out as JSON; test_deepspeed.py judges it."""
+"""What real DeepSpeed engines do on gloo ranks. Rank 0 writes what came out as JSON; test_deepspeed.py judges it.
+
+torchrun ... deepspeed_ranks.py RESULTS FOLDER SCENARIO...      scenarios share FOLDER with earlier launches
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import megatron_sr as sr
+from megatron_sr.coordinates import Segment
+from tests.backends import deepspeed_checkpoints
 from tests.backends.deepspeed_job import (
+    CONFIG,
     KINDS,
+    SEED,
+    adamw,
     digest,
     main_params,
     make_engine,
+    refusal,
     rounded,
     same,
     share_changed_by_rounding,
@@ -22,8 +33,10 @@ from tests.backends.deepspeed_job import (
     weights,
 )
 
+FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 
-def all_kinds() -> dict:
+
+def kinds(folder: Path) -> dict:
     """Three steps of every kind of engine from the same main params."""
     results = {}
     for kind in KINDS:
@@ -42,9 +55,206 @@ def all_kinds() -> dict:
     return results
 
 
-def main(results_file: str, folder: str) -> None:
+def accumulation(folder: Path) -> dict:
+    """Six micro-batches, two for each step."""
+    results = {}
+    for kind in ("none", "ZeRO 1", "ZeRO 1, BF16_Optimizer", "ZeRO 2", "ZeRO 3"):
+        engine, rounding = make_engine(kind, adamw, gradient_accumulation_steps=2)
+        train(engine, *range(1, 7))
+        results[kind] = {"step": rounding.step, "reference": same(weights(engine), rounded(main_params(engine), 3))}
+    return results
+
+
+def skipped(folder: Path) -> dict:
+    """A step with an overflow between two others."""
+    cases = {f"FP16, {kind}": (kind, FP16) for kind in ("none", "ZeRO 1", "ZeRO 2, offload", "ZeRO 3")}
+    checked = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    cases |= {f"BF16, {kind}": (kind, checked) for kind in ("ZeRO 1", "ZeRO 1, BF16_Optimizer", "ZeRO 3")}
+    results = {}
+    for name, (kind, settings) in cases.items():
+        engine, rounding = make_engine(kind, adamw, **settings)
+        train(engine, 1)
+        before = weights(engine)
+        train(engine, 2, scale=float("inf"))
+        after, counted = weights(engine), rounding.step
+        train(engine, 3)
+        format = "fp16" if engine.fp16_enabled() else "bf16"
+        results[name] = {
+            "unchanged": same(before, after),
+            "steps": [counted, rounding.step, engine.global_steps],
+            "reference": same(weights(engine), rounded(main_params(engine), 2, format)),
+        }
+    return results
+
+
+def options(folder: Path) -> dict:
+    """exclude, noise, format, as ParamRounding documents them."""
+    results = {}
+    for kind in ("none", "ZeRO 1", "ZeRO 3"):
+        engine, _ = make_engine(kind, rounding=sr.ParamRounding(seed=SEED, exclude=("norm.*", "first.bias")))
+        train(engine, 1, 2, 3)
+        expected = rounded(main_params(engine), 3, stochastic=lambda name: name in ("first.weight", "second.weight"))
+        results[f"exclude, {kind}"] = same(weights(engine), expected)
+        engine, _ = make_engine(kind, rounding=sr.ParamRounding(seed=SEED, noise="fixed"))
+        train(engine, 1, 2, 3)
+        results[f"fixed noise, {kind}"] = same(weights(engine), rounded(main_params(engine), 0))
+        engine, _ = make_engine(kind, rounding=sr.ParamRounding(seed=SEED, format="e8m4"))
+        train(engine, 1, 2, 3)
+        results[f"e8m4, {kind}"] = same(weights(engine), rounded(main_params(engine), 3, "e8m4"))
+    return results
+
+
+def nearest(folder: Path) -> dict:
+    """With nearest, nothing of the step is replaced, and the weights are DeepSpeed's own."""
+    results = {}
+    for kind in ("none", "ZeRO 1", "ZeRO 3"):
+        plain, _ = make_engine(kind, adamw, rounding=None)
+        touched, rounding = make_engine(kind, adamw, rounding=sr.ParamRounding(mode="nearest"))
+        train(plain, 1, 2, 3)
+        train(touched, 1, 2, 3)
+        optimizers = [engine.optimizer for engine in (plain, touched)]
+        groups = [engine.basic_optimizer.param_groups[0] for engine in (plain, touched)]
+        hooks = touched.basic_optimizer
+        results[kind] = {
+            "replaced": sorted(vars(optimizers[0]).keys() ^ vars(optimizers[1]).keys()),
+            "keys added to checkpoints": sorted(groups[0].keys() ^ groups[1].keys()),
+            "step hooks": len(hooks._optimizer_step_pre_hooks) + len(hooks._optimizer_step_post_hooks),
+            "equal": same(weights(plain), weights(touched)),
+            "step": rounding.step,
+        }
+    return results
+
+
+def moved(folder: Path) -> dict:
+    """`offload_states` and `reload_states` between two steps make new lists of model params."""
+    results = {}
+    for kind in ("ZeRO 2", "ZeRO 3"):
+        engine, _ = make_engine(kind, adamw)
+        train(engine, 1)
+        engine.offload_states(pin_memory=False)
+        engine.reload_states()
+        train(engine, 2)
+        results[kind] = same(weights(engine), rounded(main_params(engine), 2))
+    return results
+
+
+def from_json(folder: Path) -> dict:
+    """The plugin: "param_rounding" in DeepSpeed's config."""
+    import megatron_sr.deepspeed.plugin  # noqa: F401
+
+    def attempt(settings):
+        return refusal(lambda: make_engine("ZeRO 1", rounding=None, param_rounding=settings))
+
+    engine, _ = make_engine("ZeRO 3", rounding=None, param_rounding={"mode": "stochastic", "seed": SEED, "exclude": []})
+    train(engine, 1, 2, 3)
+    other, _ = make_engine("ZeRO 1", rounding=None)
+    return {
+        "digest": digest(weights(engine)),
+        "another engine": type(vars(other.optimizer).get("step")).__name__,
+        "unknown key": attempt({"sed": 1}),
+        "wrong value": attempt({"mode": "stochastik"}),
+        "no object": attempt("stochastic"),
+        "twice": refusal(lambda: make_engine("ZeRO 1", rounding=CONFIG, param_rounding={})),
+    }
+
+
+def refused(folder: Path) -> dict:
+    """Combinations that cannot be right."""
+
+    def attempt(kind="ZeRO 1", rounding=CONFIG, **settings):
+        return refusal(lambda: make_engine(kind, adamw, rounding, **settings))
+
+    zenflow = {"topk_ratio": 0.1, "update_interval": 1, "select_strategy": "step", "select_interval": 1}
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    weight_quantization = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
+    return {
+        "master weights in BF16": attempt(
+            "ZeRO 2",
+            zero=offload,
+            bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        ),
+        "no 16-bit params": attempt("none", bf16={"enabled": False}),
+        "torch_autocast": attempt(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+        "elastic checkpoints": attempt(zero={"elastic_checkpoint": True}),
+        "quantized weights": attempt("ZeRO 3", zero={"zero_quantized_weights": True}),
+        "compression": attempt(compression_training=weight_quantization),
+        "quantize_training": attempt(quantize_training={"enabled": True}),
+        "ZenFlow": attempt("ZeRO 2", zero={**offload, "zenflow": zenflow}),
+        "format": attempt(rounding=sr.ParamRounding(format="fp16")),
+        "mxfp8": attempt(rounding=sr.ParamRounding(format="mxfp8")),
+        "save_model": attempt(rounding=sr.ParamRounding(save_model="none")),
+        "glob": attempt(rounding=sr.ParamRounding(include=("frist.*",))),
+    }
+
+
+def as_megatron(folder: Path) -> dict:
+    """Main params of a Megatron run at its steps 1 and 2; its model params are in the same file."""
+    job = torch.load(folder / "megatron.pt")
+    results = {}
+    for kind in ("none", "ZeRO 1", "ZeRO 2", "ZeRO 3"):
+        # The names of these DeepSpeed params are Megatron's keys, and they are whole tensors there.
+        whole = {n: t for n, t in job["tensors"].items() if t["name"] == t["key"]}
+        results[f"{kind}, by name"] = {"tensors": len(whole), "equal": follow(kind, whole, identities=False)}
+        results[f"{kind}, by identity"] = {"tensors": len(job["tensors"]), "equal": follow(kind, job["tensors"])}
+    return results
+
+
+class Still(torch.optim.Optimizer):
+    """Leaves main params as they are: the test sets them."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.0})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["step"] = torch.tensor(1.0)
+
+
+def follow(kind: str, tensors: dict, identities: bool = True) -> list[bool]:
+    """Whether DeepSpeed's model params equal Megatron's after each step, given Megatron's main params."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    model = torch.nn.Module()
+    params = {}
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        owner = model
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        params[name] = torch.nn.Parameter(torch.zeros_like(tensor["model"][0]))
+        owner.register_parameter(last, params[name])
+    model.forward = lambda: sum(param.float().sum() for param in params.values())
+    given = {params[n]: (t["key"], [Segment(*s) for s in t["segments"]]) for n, t in tensors.items()}
+    engine, _ = make_engine(kind, Still, model=model, identities=given if identities else None)
+    equal = []
+    for step in range(2):
+        engine.backward(engine())
+        for name, param in params.items():
+            if kind == "none":
+                engine.optimizer.fp32_groups[0][list(params).index(name)].data.copy_(tensors[name]["main"][step])
+            else:
+                safe_set_full_fp32_param(param, tensors[name]["main"][step])
+        engine.step()
+        equal.append(same(weights(engine), {name: tensor["model"][step] for name, tensor in tensors.items()}))
+    return equal
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (kinds, accumulation, skipped, options, nearest, moved, from_json, refused, as_megatron)
+} | deepspeed_checkpoints.SCENARIOS
+
+
+def main(results_file: str, folder: str, *scenarios: str) -> None:
     start_ranks()
-    results = {"kinds": all_kinds()}
+    results = {}
+    for name in scenarios:
+        began = time.perf_counter()
+        results[name] = SCENARIOS[name](Path(folder))
+        results[name]["seconds"] = round(time.perf_counter() - began, 1)
     if dist.get_rank() == 0:
         Path(results_file).write_text(json.dumps(results))
     dist.barrier()
