@@ -31,7 +31,7 @@ class Sender(Protocol):
         """The engines no longer need this bucket."""
         ...
 
-    def end(self) -> None:
+    def end(self, good: bool) -> None:
         """The update is over, well or not: no bucket is needed any more."""
         ...
 
@@ -48,6 +48,10 @@ class Receiver(Protocol):
 
         Raises ValueError for a header that makes no sense, RuntimeError when the bytes do not come.
         """
+        ...
+
+    def end(self, good: bool) -> None:
+        """The update is over; a good one may be followed by another over the same receiver."""
         ...
 
     def close(self) -> None:

@@ -60,8 +60,8 @@ class BroadcastSender:
     def taken(self, number: int) -> None:
         pass
 
-    def end(self) -> None:
-        if self._buffers:  # a bucket that nobody took: the group is out of step and cannot be used again
+    def end(self, good: bool) -> None:
+        if not good:  # the group may be out of step: another one, which the receivers know by its port
             self._buffers.clear()
             self.close()
             self._open()
@@ -86,6 +86,10 @@ class BroadcastReceiver:
         buffer = torch.empty(header["size"], dtype=torch.uint8, device=_device(self._kind))
         _broadcast(self._group, buffer)
         return views(buffer, header["places"])
+
+    def end(self, good: bool) -> None:
+        if not good:
+            self._group = None
 
     def close(self) -> None:
         self._group = None

@@ -54,12 +54,12 @@ class FileSender:
     def taken(self, number: int) -> None:
         self._written.pop(number).unlink(missing_ok=True)
 
-    def end(self) -> None:
+    def end(self, good: bool) -> None:
         for number in list(self._written):
             self.taken(number)
 
     def close(self) -> None:
-        self.end()
+        self.end(True)
 
 
 def _alone(tensors: Tensors):
@@ -88,6 +88,9 @@ class FileReceiver:
         if set(found) != set(header["names"]):
             raise ValueError(f"{path} holds other tensors than announced")
         return [(name, found[name]) for name in header["names"]]
+
+    def end(self, good: bool) -> None:
+        pass
 
     def close(self) -> None:
         pass

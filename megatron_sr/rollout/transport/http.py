@@ -26,7 +26,7 @@ class HTTPSender:
     def taken(self, number: int) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, good: bool) -> None:
         pass
 
     def close(self) -> None:
@@ -46,6 +46,9 @@ class HTTPReceiver:
         if set(found) != set(header["names"]):
             raise ValueError("the bucket holds other tensors than announced")
         return [(name, found[name]) for name in header["names"]]
+
+    def end(self, good: bool) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -46,30 +46,36 @@ class SharedMemorySender:
     def taken(self, number: int) -> None:
         self._free.append(self._used.pop(number))
 
-    def end(self) -> None:
+    def end(self, good: bool) -> None:
         self._free += self._used.values()
         self._used.clear()
 
     def close(self) -> None:
-        self.end()
+        self.end(True)
         for buffer in self._free:
             buffer.close()
         self._free.clear()
 
 
 class SharedMemoryReceiver:
-    """Keeps buffers mapped for the time of an update. See `base.Receiver`."""
+    """Keeps the buffers of the last update mapped. See `base.Receiver`."""
 
     def __init__(self):
         self._open: dict[tuple[str, int], SharedBuffer] = {}
+        self._used: set[tuple[str, int]] = set()
 
     def get(self, header: dict) -> list[tuple[str, torch.Tensor]]:
         key = header["path"], header["inode"]
         if key not in self._open:
             self._open[key] = SharedBuffer.open(header["path"], header["size"], header["inode"])
+        self._used.add(key)
         return views(self._open[key].bytes, header["places"])
 
+    def end(self, good: bool) -> None:
+        for key in self._open.keys() - self._used:
+            self._open.pop(key).close()
+        self._used.clear()
+
     def close(self) -> None:
-        for buffer in self._open.values():
-            buffer.close()
-        self._open.clear()
+        self.end(True)
+        self.end(True)  # none was used in between
