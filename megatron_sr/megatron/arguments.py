@@ -29,7 +29,7 @@ def param_rounding(args: argparse.Namespace) -> ParamRounding:
         )
     config = from_flags(args)
     if config.mode == "stochastic":
-        check_supported(args)
+        check_supported(args, format=config.format)
     return config
 
 

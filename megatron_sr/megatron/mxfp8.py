@@ -20,47 +20,13 @@ import torch
 
 from megatron_sr import mxfp8
 from megatron_sr.config import ParamRounding
+from megatron_sr.megatron import mxfp8_te
 from megatron_sr.megatron.identity import Identity
 from megatron_sr.megatron.mxfp8_layers import bf16_layers, check_blocks, mxfp8_parameters
-from megatron_sr.mxfp8 import MXFP8Blocks
-from megatron_sr.noise import Noise
+from megatron_sr.megatron.mxfp8_rounding import SecondRounding
 
 if TYPE_CHECKING:
     from megatron_sr.megatron.sites.distributed import DistributedSite
-
-STREAM = 1  # of the second rounding; the first one has `ParamRounding.stream`, 0
-
-
-class SecondRounding:
-    """The rounding of one gathered BF16 weight to MXFP8, as a pure function of (weight, seed, step, tensor, element).
-
-    config  mode nearest, `exclude` and `include` decide whether it draws; noise, seed, mxfp8_columnwise, mxfp8_scaling how.
-    """
-
-    def __init__(self, config: ParamRounding):
-        self.config = config
-
-    def quantize(self, weight: torch.Tensor, identity: Identity, step: int, axis: int = -1) -> MXFP8Blocks:
-        """Codes and scales of the row-wise (axis -1) or column-wise (axis 0) copy of a matrix.
-
-        weight    BF16, the whole local weight, [out, in].
-        identity  where its elements lie in the logical tensor.
-        """
-        return mxfp8.quantize(
-            weight,
-            noise=self.noise(identity.key, step, axis),
-            axis=axis,
-            segments=identity.segments,
-            tile=self.config.mxfp8_scaling == "2d",
-            min_scale=mxfp8.BF16_MIN_SCALE,
-        )
-
-    def noise(self, key: str, step: int, axis: int = -1) -> Noise | None:
-        """None rounds to nearest."""
-        config = self.config
-        if config.mode == "nearest" or not config.rounds(key) or (axis == 0 and config.mxfp8_columnwise == "nearest"):
-            return None
-        return Noise(config.seed, 0 if config.noise == "fixed" else step, key, config.stream + STREAM)
 
 
 class MXFP8Weights:
@@ -134,11 +100,15 @@ class MXFP8Weights:
         return codes
 
 
-def attach(optimizer, model, sites: list[DistributedSite], identities: dict, config: ParamRounding) -> MXFP8Weights:
+Weights = MXFP8Weights | mxfp8_te.TEWeights
+"""What holds the model's MXFP8 weights: `codes()` and `scales()` by parameter, `names`, `bf16_layers`."""
+
+
+def attach(optimizer, model, sites: list[DistributedSite], identities: dict, config: ParamRounding) -> Weights:
     """Round to MXFP8 whatever the cast sites of `optimizer` have rounded to BF16, once it is gathered. Once, before the first step.
 
     model: DistributedDataParallel, or the list of its chunks. Raises ValueError, with the way out, for sites other than the
-    DistributedOptimizer's own and as `MXFP8Weights` does.
+    DistributedOptimizer's own, and as `MXFP8Weights` and `mxfp8_te.TEWeights` do.
     """
     from megatron.core.distributed import DistributedDataParallel
 
@@ -153,13 +123,17 @@ def attach(optimizer, model, sites: list[DistributedSite], identities: dict, con
             "Megatron's DistributedDataParallel and DistributedOptimizer; use these (--use-distributed-optimizer, without "
             "--use-precision-aware-optimizer, --optimizer-cpu-offload, FSDP), or another format"
         )
-    weights = MXFP8Weights(model, identities, config)
+    if any(chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag for chunk in chunks):
+        weights = mxfp8_te.TEWeights(model, identities, config)
+        mxfp8_te.route(weights, sites)
+    else:
+        weights = MXFP8Weights(model, identities, config)
+        for chunk in chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group._post_param_sync = _then_refresh(group._post_param_sync, weights, group)
+        _quantize_reloaded(optimizer, weights)
     for site in sites:
         site.after_round.append(lambda site: weights.stale(site.optimizer_params(), site.step))
-    for chunk in chunks:
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            group._post_param_sync = _then_refresh(group._post_param_sync, weights, group)
-    _quantize_reloaded(optimizer, weights)
     return weights
 
 

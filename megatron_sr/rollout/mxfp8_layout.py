@@ -22,6 +22,10 @@ from megatron_sr.rollout import names
 
 SCALE = "_scale"  # added to a weight's name
 CODES = torch.float8_e4m3fn
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
 _LINEAR = re.compile(r"model\.layers\.\d+\..+_proj\.weight")
 
 
@@ -71,6 +75,22 @@ def with_scales(
         out[name] = shape, CODES
         out[name + SCALE] = (*shape[:-1], shape[-1] // BLOCK), torch.uint8
     return out
+
+
+def check_ignore(hf_config) -> None:
+    """Raise ValueError when vLLM would read an entry of `ignore` as a piece of the name of a layer that is MXFP8."""
+    ignore = _quantization(hf_config).get("ignore") or []
+    for name, (_, dtype) in expected_tensors(hf_config).items():
+        if dtype != CODES:
+            continue
+        prefix, _, last = name.removesuffix(".weight").rpartition(".")
+        live = f"{prefix}.{_FUSED.get(last, last)}"
+        for entry in ignore:
+            if entry in live:
+                raise ValueError(
+                    f"quantization_config in config.json ignores {entry!r}, which names no module above {name}; but vLLM takes it for "
+                    f"a piece of the name of {live}, and would leave that in BF16 too: write whole names of modules"
+                )
 
 
 def has_nan(tensor: torch.Tensor) -> bool:

@@ -87,7 +87,7 @@ class VLLMEngine:
         config = AutoConfig.from_pretrained(self._directory)
         self._wanted = mxfp8_layout.expected_tensors(config)
         if mxfp8_layout.is_mxfp8(config):
-            vllm_mxfp8.prepare(tensor_parallel_size)
+            vllm_mxfp8.prepare(config, tensor_parallel_size)
         vllm_shards.check_divisible(config, tensor_parallel_size)
         head = names.head_dim(config)
         if head < 32 and not torch.cuda.is_available():

@@ -18,11 +18,12 @@ import torch
 
 from megatron_sr import mxfp8
 from megatron_sr.rollout.held import LiveView
-from megatron_sr.rollout.mxfp8_layout import CODES, SCALE
+from megatron_sr.rollout.mxfp8_layout import CODES, SCALE, check_ignore
 
 
-def prepare(tensor_parallel_size: int) -> None:
-    """Before an engine of an MXFP8 checkpoint is built in this process. Raises ValueError for what the emulation cannot do."""
+def prepare(hf_config, tensor_parallel_size: int) -> None:
+    """Before an engine of an MXFP8 checkpoint with this config is built in this process. Raises ValueError for what cannot work."""
+    check_ignore(hf_config)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and tensor_parallel_size > 1:
