@@ -30,14 +30,14 @@ class Piece(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """`differing` of `numel` elements of the tensor `key` are not the rounding of their main params."""
+    """`differing` of `numel` elements of the tensor `key` are not the rounding of their main params; numel 0: not counted."""
 
     key: str
-    differing: int
-    numel: int
+    differing: int = 0
+    numel: int = 0
 
     def __str__(self) -> str:
-        return f"{self.key} ({self.differing:,} of {self.numel:,} elements)"
+        return f"{self.key} ({self.differing:,} of {self.numel:,} elements)" if self.numel else self.key
 
 
 @torch.no_grad()
