@@ -18,6 +18,7 @@ from megatron_sr.rollout.manifest import Manifest
 from megatron_sr.rollout.packing import count_indistinct, values_only
 from megatron_sr.rollout.vllm import VLLMEngine
 from megatron_sr.rollout.vllm_readback import live_views
+from tests.rollout.bits import hard_weights, shuffled
 from tests.tiny_models import make_checkpoint
 
 FAMILIES = {
@@ -36,31 +37,6 @@ class NotHere(Exception):
 
 def build(directory):
     return VLLMEngine(directory, max_model_len=320, max_num_seqs=16, max_num_batched_tokens=1024)
-
-
-def hard_weights(base, seed):
-    """New BF16 weights near `base`: all mantissa bits at random, and zeros of both signs, subnormals, full mantissas."""
-    generator = torch.Generator().manual_seed(seed)
-    special = torch.tensor([-0x8000, 0, 1, -0x7FFF, 0x7F, -0x7F81, 0x3CFF, -0x4301], dtype=torch.int16)
-    out = {}
-    for name, tensor in base.items():
-        bits = (
-            (tensor.float() + 0.02 * torch.randn(tensor.shape, generator=generator))
-            .bfloat16()
-            .view(torch.int16)
-            .reshape(-1)
-        )
-        bits ^= torch.randint(0, 128, bits.shape, generator=generator, dtype=torch.int16)
-        at = torch.randperm(bits.numel(), generator=generator)[: len(special)]
-        bits[at] = special
-        out[name] = bits.view(torch.bfloat16).view(tensor.shape)
-    return out
-
-
-def shuffled(weights, seed):
-    order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(seed)).tolist()
-    items = list(weights.items())
-    return [items[i] for i in order]
 
 
 def results(engine):

@@ -14,3 +14,9 @@ CASES = [
     ("moe-pp2", "qwen3_moe", {}, Layout(pipeline=2), None),
     ("moe-tp2-ep2-etp1", "qwen3_moe", {}, Layout(tensor=2, expert=2), 1),
 ]
+
+# The layouts of two ranks that feed engines of one and of two workers.
+PARITY = {
+    "dense": ("dense-dp2", "dense-tp2", "dense-pp2"),
+    "moe": ("moe-ep2", "moe-tp2", "moe-pp2", "moe-tp2-ep2-etp1"),
+}
