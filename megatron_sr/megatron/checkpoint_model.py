@@ -17,6 +17,7 @@ stores and hands back on load.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -38,6 +39,45 @@ def attach(site) -> None:
     not the rounding of the main params that it has loaded and the configuration says on_mismatch="error".
     """
     _ModelParams(site)
+
+
+def explain_absence() -> None:
+    """From now on a `dist_checkpointing.load` that fails for want of the model params that a checkpoint leaves out says so, and why.
+
+    It changes no load that works. Idempotent. For loads that no optimizer of ours takes part in: a nearest run, --finetune.
+    """
+    from megatron.core import dist_checkpointing
+
+    original = dist_checkpointing.load
+    if hasattr(original, "explains_absence"):
+        return
+
+    @functools.wraps(original)
+    def load(sharded_state_dict, checkpoint_dir, *more, **named):
+        try:
+            return original(sharded_state_dict, checkpoint_dir, *more, **named)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit)) or not _wants_model_params(sharded_state_dict):
+                raise
+            content = dist_checkpointing.load_content_metadata(str(checkpoint_dir)) or {}
+            if content.get(SAVE_MODEL) != "none":
+                raise
+            raise ValueError(
+                f"{checkpoint_dir} holds no model params ({FLAGS['save_model']} none): they are recomputed from its main params. "
+                f"Load it with the optimizer's state (no --finetune, no --no-load-optim) and {FLAGS['mode']} stochastic; to get a "
+                f"checkpoint that holds them, save once more with {FLAGS['save_model']} full"
+            ) from error
+
+    load.explains_absence = True
+    dist_checkpointing.load = load
+
+
+def _wants_model_params(state) -> bool:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    entries = (entry for entry in nested_values(state) if isinstance(entry, ShardedBase))
+    return any(isinstance(entry.data, torch.Tensor) and is_rounded(entry.data) for entry in entries)
 
 
 class _ModelParams:

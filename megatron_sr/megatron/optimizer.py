@@ -169,6 +169,7 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     saved under stochastic. Raises ValueError for what is not supported (C6), for an include or exclude glob that matches no
     tensor, and, naming it, for a parameter without a layout-independent identity. Collective over all ranks if globs are given.
     """
+    checkpoint_model.explain_absence()
     if _is_megatrons_own(config, optimizer, model):
         for part in parts(optimizer):
             if isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer):

@@ -6,6 +6,7 @@ The checkpoints stay in `folder`, for the tests of `megatron-sr verify`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 from pathlib import Path
@@ -43,7 +44,9 @@ def main(results_file: str, folder: str) -> None:
         results["none, fp16"] = save_none(DENSE, Layout(), NAMED, folder / "fp16", dtype=torch.float16, loss_scale=1.0)
         plain = dict(ddp_options=dict(use_distributed_optimizer=False))
         results["none, not distributed"] = save_none(DENSE, Layout(), None, folder / "float16", **plain)
-        results["edited, not distributed"] = edited(Saved(DENSE, Layout(), stochastic(), None, folder / "f", **plain))
+        results["edited, not distributed"] = edited(
+            Saved(DENSE, Layout(), stochastic(), None, folder / "float16 full", **plain)
+        )
         results["edited"] = edited(first)
         results["mixed"] = mixed(first)
         results["changed settings"] = changed_settings(first)
@@ -60,7 +63,9 @@ def main(results_file: str, folder: str) -> None:
             for kind in ("full", f"none {NAMED}"):
                 results[f"DP2 -> {name}, {kind}"] = continue_elsewhere(DENSE, layout, folder / kind)
             Saved(DENSE, layout, stochastic(), NAMED, folder / name)
-            results[f"{name}, buckets"] = resumes(Saved(DENSE, layout, stochastic(), BUCKETS, folder / f"{name} buckets"))
+            results[f"{name}, buckets"] = resumes(
+                Saved(DENSE, layout, stochastic(), BUCKETS, folder / f"{name} buckets")
+            )
     with process_groups(Layout(pipeline=2)):
         results["TP2 -> PP2, full"] = continue_elsewhere(DENSE, Layout(pipeline=2), folder / "TP2")
     with process_groups(Layout()):
@@ -123,7 +128,7 @@ def edited(saved: Saved, key: str = "decoder.layers.mlp.linear_fc2.weight") -> d
     """
 
     def flip(job: Job) -> None:
-        param, identity = next((p, identity) for p, identity in job.identities.items() if identity.key == key)
+        param = next(param for param, identity in job.identities.items() if identity.key == key)
         if saved.layout.expert == 1 or dist.get_rank() == 1:
             param.data.view(-1).view(torch.int16)[3] ^= 1
 
@@ -158,7 +163,8 @@ def changed_settings(saved: Saved) -> dict:
         ("format", dict(format="e8m5")),
         ("exclude", dict(exclude=("*norm*", "embedding*"))),
     ):
-        message = refusal(lambda: load(saved.start(stochastic(**fields))[0], saved.folder))
+        refused, _ = saved.start(stochastic(**fields))
+        message = refusal(functools.partial(load, refused, saved.folder))
         job, controller = saved.start(stochastic(on_mismatch="recompute", **fields))
         printed = load(job, saved.folder)
         results[name] = {
@@ -219,15 +225,11 @@ def on_and_off(nearest_folder: Path, folder: Path) -> dict:
     }
 
 
-def weights_alone(folder: Path) -> str:
-    """What --finetune does with a checkpoint that holds no model params."""
+def weights_alone(folder: Path) -> str | None:
+    """What --finetune, or a run to nearest, does with a checkpoint that holds no model params."""
     job = build(DENSE, Layout())
-    sr.apply_param_rounding(job.optimizer, job.chunks, stochastic())
-    try:
-        dist_checkpointing.load(job.model_state_dict(), str(folder))
-    except Exception as error:  # whatever Megatron and torch make of it
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
+    sr.apply_param_rounding(job.optimizer, job.chunks, NEAREST)
+    return refusal(lambda: dist_checkpointing.load(job.model_state_dict(), str(folder)))
 
 
 def continue_elsewhere(hf, layout: Layout, folder: Path) -> dict:

@@ -74,9 +74,9 @@ def losses(run) -> dict[int, float]:
     return {int(iteration): float(loss) for iteration, loss in found}
 
 
-def checkpoint(folder, name: str) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint of iteration 4: BF16 weights, main params, Adam's moments."""
-    path = folder / name / "iter_0000004"
+def checkpoint(folder, name: str, iteration: int = 4) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint: BF16 weights, main params, Adam's moments."""
+    path = folder / name / f"iter_{iteration:07d}"
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
