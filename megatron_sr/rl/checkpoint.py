@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_sr.config import ParamRounding
+from megatron_sr.megatron.checkpoint_model import SAVE_MODEL
 from megatron_sr.megatron.main_params import full_main_params
 from megatron_sr.rollout.manifest import Manifest
 
@@ -20,9 +22,10 @@ def _directory(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def _sharded_state_dict(policy, is_loading: bool) -> dict:
+def _sharded_state_dict(policy, is_loading: bool, metadata: dict) -> dict:
+    """metadata: of the checkpoint's content, read and written by the optimizer (whether model params are stored, for one)."""
     state = {"model": policy.gpt.sharded_state_dict()}
-    state["optimizer"] = policy.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=SHARDING)
+    state["optimizer"] = policy.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
     return state
 
 
@@ -36,8 +39,13 @@ def save(root: Path, policy, loop_state: dict) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded_state_dict(policy, is_loading=False), str(partial))
-    loop_state = {**loop_state, "digests": _digests(policy)}
+    metadata = dict(SHARDING)
+    state = _sharded_state_dict(policy, is_loading=False, metadata=metadata)
+    dist_checkpointing.save(state, str(partial), content_metadata=metadata)
+    loop_state = {
+        **loop_state,
+        "digests": {"weights": _weights_digest(policy), "main params": _main_params_digest(policy)},
+    }
     dist.barrier()
     if dist.get_rank() == 0:
         (partial / STATE).write_text(json.dumps(loop_state, indent=1))
@@ -72,19 +80,26 @@ def read_loop_state(root: Path) -> dict:
     return state
 
 
-def load(root: Path, policy) -> None:
-    """Load the newest checkpoint into `policy`; collective.
+def load(root: Path, policy, rounding: ParamRounding) -> None:
+    """Load the newest checkpoint into `policy`; collective. rounding: the job's settings.
 
-    Raises ValueError when the weights or main params that came back are not those that were saved (a damaged file).
+    Raises ValueError when the weights or main params that came back are not those that were saved (a damaged file), naming the
+    tensors if the weights are not the rounding of the main params. Damaged weights are recomputed if on_mismatch says so.
     """
     from megatron.core import dist_checkpointing
 
     directory = _directory(root, int((root / LATEST).read_text()))
-    state = dist_checkpointing.load(_sharded_state_dict(policy, is_loading=True), str(directory))
+    metadata = dist_checkpointing.load_content_metadata(str(directory)) or dict(SHARDING)
+    state = dist_checkpointing.load(_sharded_state_dict(policy, is_loading=True, metadata=metadata), str(directory))
     policy.gpt.load_state_dict(state["model"])
+    # The weights as they were stored: loading the optimizer may round them anew.
+    found = {"weights": _weights_digest(policy)} if metadata.get(SAVE_MODEL) != "none" else {}
     policy.optimizer.load_state_dict(state["optimizer"])
-    saved, found = read_loop_state(root)["digests"], _digests(policy)
-    damaged = [name for name in saved if saved[name] != found[name]]
+    found["main params"] = _main_params_digest(policy)
+    found.setdefault("weights", _weights_digest(policy))
+    checked = ["main params"] + (["weights"] if rounding.on_mismatch == "error" else [])
+    saved = read_loop_state(root)["digests"]
+    damaged = [name for name in checked if saved[name] != found[name]]
     if damaged:
         raise ValueError(
             f"--load {root}: the {' and '.join(damaged)} in {directory.name} are not those that were saved (a damaged file?); "
@@ -92,9 +107,11 @@ def load(root: Path, policy) -> None:
         )
 
 
-def _digests(policy) -> dict[str, str]:
-    """Digests of the whole model's weights and FP32 main params, equal in every layout; collective."""
-    return {
-        "weights": Manifest.of(policy.export(), version=0).digest,
-        "main params": Manifest.of(policy.export(full_main_params(policy.optimizer)), version=0).digest,
-    }
+def _weights_digest(policy) -> str:
+    """Digest of the whole model's weights, equal in every layout; collective."""
+    return Manifest.of(policy.export(), version=0).digest
+
+
+def _main_params_digest(policy) -> str:
+    """Digest of the whole FP32 main params, equal in every layout; collective."""
+    return Manifest.of(policy.export(full_main_params(policy.optimizer)), version=0).digest
