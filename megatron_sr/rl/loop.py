@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_sr.megatron.main_params import full_main_params
-from megatron_sr.rl import checkpoint
+from megatron_sr.rl import checkpoint, numerical_parity, save_hf
 from megatron_sr.rl.advantages import dr_grpo_advantages
+from megatron_sr.rl.async_rollouts import RolloutQueue
 from megatron_sr.rl.drift import k3
 from megatron_sr.rl.evaluation import ExactReward
 from megatron_sr.rl.loss import Clipping
 from megatron_sr.rl.metrics import MetricsLog, progress_line
-from megatron_sr.rl.rollouts import Rollouts, generate, prompt_seeds
-from megatron_sr.rl.tasks import iteration_generator
+from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, staleness
+from megatron_sr.rl.sync import WeightSync
 from megatron_sr.rollout.engine import SamplingConfig
-from megatron_sr.rollout.mxfp8_export import export_mxfp8
 from megatron_sr.study.sticking import unchanged_fraction
 
 # What a resumed run must share with the saved one to equal it; a difference is announced, not refused.
@@ -35,7 +35,7 @@ class PostTraining:
         self.args, self.policy, self.rounding, self.engine = args, policy, rounding, engine
         self.task, self.base, self.pad_id = task, base, tokenizer.pad_token_id
         self.iteration = 0
-        self.parity = {"syncs": 0, "tensors": 0, "mismatched_tensors": 0}
+        self.sync = WeightSync(engine, policy, rounding, base, args.in_flight)
         self.sampling = SamplingConfig(
             n=args.completions,
             temperature=1.0,  # the loss and the gap are of the distribution that was sampled
@@ -49,24 +49,29 @@ class PostTraining:
         self.exact = None
         if task.has_exact_reward:
             self.exact = ExactReward(task.evaluation_set(args.eval_prompts), self.pad_id, policy.sequence_multiple)
+        self.queue = None
+        if args.max_staleness:
+            self.queue = RolloutQueue(engine, self._draw, self.sampling, args.max_staleness, args.iterations)
 
     def run(self) -> None:
         """Load if asked, then iterate to the end, saving on the way. Collective."""
         if self.args.load:
             self._load()
-        self._sync()
+        self.sync(self.iteration + 1)
+        if self.args.numerical_parity:
+            self._report_operators()
         if self.iteration == 0:
             self._report({"iteration": 0, **self._evaluate(main_params=True)})
         while self.iteration < self.args.iterations:
             started = time.perf_counter()
             record = self._iterate()
             self.iteration += 1
-            record |= {"sync_seconds": self._sync(), "parity": dict(self.parity)}
+            record |= self.sync(self.iteration + 1)
             last = self.iteration == self.args.iterations
             interval = self.args.main_params_interval
             record |= self._evaluate(main_params=last or bool(interval and self.iteration % interval == 0))
             self._report({"iteration": self.iteration, **record, "seconds": time.perf_counter() - started})
-            if record["logprob_gap_mean"] > self.args.max_logprob_gap:
+            if (record["logprob_gap_mean"] or 0.0) > self.args.max_logprob_gap:
                 raise RuntimeError(
                     f"trainer and engine hold the same bits, but their log-probabilities differ by {record['logprob_gap_mean']:.3f} nats "
                     f"a token (--max-logprob-gap {self.args.max_logprob_gap}): they do not compute the same model"
@@ -75,24 +80,39 @@ class PostTraining:
                 folder = checkpoint.save(self.args.save, self.policy, self._loop_state())
                 if self.is_writer and not self.args.quiet:
                     print(f"saved {folder}", flush=True)
+        if self.queue:
+            self.queue.close()
+        if self.args.save_hf:
+            save_hf.write(self.args.save_hf if self.is_writer else None, self.policy.export(), self.args.model)
+
+    def _draw(self, iteration: int) -> Batch:
+        return Batch.draw(self.task, self.args.seed, iteration, self.args.prompts, self.args.completions)
+
+    def _roll_out(self) -> tuple[Batch, Rollouts]:
+        """This iteration's rollouts; with --max-staleness, those that the queue has made or is making. Collective."""
+        if self.queue:
+            self.queue.advance(self.iteration)
+            batch, groups = self.queue.take(self.iteration)
+        else:
+            batch = self._draw(self.iteration)
+            groups = generate_share(self.engine, batch, self.sampling)
+        return batch, gather(batch, groups, self.pad_id, self.policy.sequence_multiple)
 
     def _iterate(self) -> dict:
         """Rollouts, rewards, and one pass of optimizer steps over them."""
         args, policy = self.args, self.policy
-        generator = iteration_generator(args.seed, self.iteration)
-        examples = self.task.sample(args.prompts, generator)
-        seeds = prompt_seeds(args.seed, self.iteration, args.prompts, args.completions)
-        rollouts = generate(self.engine, examples, self.sampling, seeds, self.pad_id, policy.sequence_multiple)
+        batch, rollouts = self._roll_out()
+        ages = staleness(rollouts, self.iteration + 1, args.max_staleness)
         rewards = torch.tensor(
-            [[self.task.reward(e, c) for c in group] for e, group in zip(examples, rollouts.completions)]
+            [[self.task.reward(e, c) for c in group] for e, group in zip(batch.examples, rollouts.completions)]
         )
-        mini_batches = torch.randperm(args.prompts, generator=generator).view(args.mini_batches, -1)
+        mini_batches = batch.shuffle.view(args.mini_batches, -1)
         mine = mini_batches.chunk(policy.data_parallel_size, dim=1)[policy.data_parallel_rank]
-        batch = self._local_batch(rollouts, rewards, mine.flatten())
+        local = self._local_batch(rollouts, rewards, mine.flatten())
         losses, unchanged = [], []
         size = mine.shape[1] * args.completions
         for i in range(args.mini_batches):
-            piece = {name: value[i * size : (i + 1) * size] for name, value in batch.items()}
+            piece = {name: value[i * size : (i + 1) * size] for name, value in local.items()}
             loss, grad_norm = policy.train_step(
                 {k: piece[k] for k in ("tokens", "old_log_probs", "advantages", "mask")},
                 args.micro_batch_size,
@@ -108,77 +128,66 @@ class PostTraining:
             "completion_tokens": rollouts.mask.sum().item() / rewards.numel(),
             "loss": sum(losses) / len(losses),
             "grad_norm": grad_norm,
-            "rollout_version": rollouts.version,
-            **self._token_statistics(batch),
+            "rollout_version": rollouts.versions.min().item(),
+            **self._token_statistics(local),
         }
+        if self.queue:
+            record |= {"staleness": ages, "rollouts_asked_again": self.queue.aborted}
         return record | ({"unchanged_after_steps": unchanged} if unchanged else {})
 
     def _local_batch(self, rollouts: Rollouts, rewards: torch.Tensor, prompts: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This rank's sequences, flattened to [B, ...], with log-probabilities of the old policy and of the base."""
+        """This rank's sequences, flattened to [B, ...], with log-probabilities of the policy before the update and of the base.
+
+        old_log_probs are those of the policy that drew the tokens: the trainer's own where it is that policy; the engine's, who
+        drew them with older weights, with --max-staleness.
+        """
         advantages = dr_grpo_advantages(rewards)
         tokens = rollouts.tokens[prompts].flatten(0, 1)
-        old = self.policy.log_probs(tokens, self.args.micro_batch_size)
+        current = self.policy.log_probs(tokens, self.args.micro_batch_size)
         with self.policy.base_weights():
             base = self.policy.log_probs(tokens, self.args.micro_batch_size)
+        drawn = rollouts.log_probs[prompts].flatten(0, 1)
         return {
             "tokens": tokens,
             "mask": rollouts.mask[prompts].flatten(0, 1),
-            "rollout_log_probs": rollouts.log_probs[prompts].flatten(0, 1),
-            "old_log_probs": old,
+            "fresh": (rollouts.versions[prompts] == self.iteration + 1).flatten(),
+            "rollout_log_probs": drawn,
+            "current_log_probs": current,
+            "old_log_probs": drawn if self.queue else current,
             "base_log_probs": base,
             "advantages": advantages[prompts].flatten(),
         }
 
     def _token_statistics(self, batch: dict[str, torch.Tensor]) -> dict:
-        """Trainer-engine logprob gap (mean and max of |difference|) and drift from the base (k3), over all ranks' tokens."""
+        """Over all ranks' tokens: trainer-engine logprob gap (mean, max, share of equal bits) and drift from the base (k3).
+
+        The gap is that of two implementations with equal weights: only tokens drawn by the present weights count, None without any.
+        """
         mask = batch["mask"].bool()
-        gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs()[mask]
-        drift = k3(batch["old_log_probs"], batch["base_log_probs"])[mask]
-        sums = torch.tensor([gap.sum(), drift.sum(), mask.sum()], dtype=torch.float64)
-        largest = gap.max()
+        fresh = mask & batch["fresh"][:, None]
+        gap = (batch["current_log_probs"] - batch["rollout_log_probs"]).abs()[fresh]
+        drift = k3(batch["current_log_probs"], batch["base_log_probs"])[mask]
+        sums = [gap.sum(), (gap == 0).sum(), fresh.sum(), drift.sum(), mask.sum()]
+        sums = torch.tensor(sums, dtype=torch.float64)
+        largest = gap.max() if gap.numel() else torch.zeros(())
         dist.all_reduce(sums, group=self.policy.data_parallel_group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.policy.data_parallel_group)
-        tokens = sums[2].item()
+        gap_sum, equal, compared, drift_sum, tokens = sums.tolist()
         return {
-            "logprob_gap_mean": sums[0].item() / tokens,
-            "logprob_gap_max": largest.item(),
-            "drift_k3": sums[1].item() / tokens,
+            "logprob_gap_mean": gap_sum / compared if compared else None,
+            "logprob_gap_max": largest.item() if compared else None,
+            "logprob_bit_exact": equal / compared if compared else None,
+            "drift_k3": drift_sum / tokens,
         }
 
-    def _sync(self) -> float:
-        """Hand the trainer's bits to every rank's engine and verify them; returns the seconds it took.
-
-        Raises RuntimeError when a tensor read back from an engine differs, or when the ranks' trainers disagree.
-        """
-        started = time.perf_counter()
-        report = self.engine.update_weights(self._rollout_tensors(), version=self.iteration + 1)
-        reports: list = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
-        self.parity["syncs"] += 1
-        self.parity["tensors"] += sum(r.tensors for r in reports)
-        self.parity["mismatched_tensors"] += sum(len(r.mismatched) for r in reports)
-        for rank, other in enumerate(reports):
-            if other.mismatched:
-                raise RuntimeError(
-                    f"weights version {report.version}: {len(other.mismatched)} tensors of rank {rank}'s engine differ from the "
-                    f"trainer's, first {other.mismatched[0]}; the engine refuses to generate"
-                )
-            if other.digest != report.digest:
-                raise RuntimeError(
-                    f"weights version {report.version}: the trainer's weights differ between ranks 0 and {rank}"
-                )
-        return time.perf_counter() - started
-
-    def _rollout_tensors(self):
-        """What the engine is given: BF16 weights, or the trainer's MXFP8 codes and scales."""
-        if self.rounding.mxfp8 is None:
-            return self.policy.export()
-        return export_mxfp8(self.policy.gpt, self.policy.hf_config, self.rounding.mxfp8)
+    def _report_operators(self) -> None:
+        """Which operators of trainer and engine give other bits for equal input; collective. See `numerical_parity`."""
+        batch = self._draw(self.iteration)
+        rows = numerical_parity.compare_operators(self.policy, self.engine, [e.prompt_ids for e in batch.examples[:8]])
+        self._report({"iteration": self.iteration, "operators": rows})
 
     def _evaluate(self, main_params: bool) -> dict:
         record = {}
-        if self.iteration:
-            record["unchanged"] = unchanged_fraction(self.policy.export(), self.base)
         if self.exact:
             record["exact_reward"] = self.exact.of_policy(self.policy, self.args.micro_batch_size)
             if main_params:
@@ -192,7 +201,9 @@ class PostTraining:
             return
         record = {"rounding": self.rounding.config.mode, "seed": self.args.seed, **record}
         self.log.write(record)
-        if not self.args.quiet:
+        if "operators" in record and not self.args.quiet:
+            print(numerical_parity.operator_table(record["operators"]), flush=True)
+        elif not self.args.quiet:
             print(progress_line(record, self.args.iterations), flush=True)
 
     def _loop_state(self) -> dict:
@@ -202,7 +213,7 @@ class PostTraining:
             "seed": self.args.seed,
             "task": self.task.name,
             "settings": settings,
-            "parity": self.parity,
+            "parity": self.sync.parity,
         }
 
     def _load(self) -> None:
@@ -218,5 +229,7 @@ class PostTraining:
         if changed and self.is_writer:
             listed = ", ".join(f"--{name.replace('_', '-')} {old} -> {new}" for name, (old, new) in changed.items())
             print(f"--load {self.args.load}: goes on with other settings than the saved run: {listed}", flush=True)
-        checkpoint.load(self.args.load, self.policy)
-        self.iteration, self.parity = state["iteration"], state["parity"]
+        checkpoint.load(self.args.load, self.policy, self.rounding.config)
+        self.iteration, self.sync.parity = state["iteration"], state["parity"]
+        if self.is_writer:
+            self.log.rewind(self.iteration, rounding=self.rounding.config.mode, seed=self.args.seed)

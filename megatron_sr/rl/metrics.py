@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 
@@ -19,10 +20,33 @@ class MetricsLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
+    def rewind(self, iteration: int, **run) -> int:
+        """Take out the records beyond `iteration` of the run with these values (rounding, seed): a resumed job makes them anew.
+
+        Other runs' records stay. Returns how many were taken out.
+        """
+        if not self.path or not self.path.exists():
+            return 0
+        records = read_metrics(self.path)
+        kept = [r for r in records if r["iteration"] <= iteration or any(r.get(key) != run[key] for key in run)]
+        if len(kept) < len(records):
+            partial = self.path.with_name(self.path.name + ".partial")
+            partial.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+            os.replace(partial, self.path)
+        return len(records) - len(kept)
+
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics file, oldest first."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    """The records of a metrics file, oldest first. A last line that a kill cut off is left out."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise
+    return records
 
 
 def progress_line(record: dict, iterations: int) -> str:
@@ -37,6 +61,8 @@ def progress_line(record: dict, iterations: int) -> str:
     parts.append("sampled " + number("sampled_reward", "{:.4f}"))
     parts.append("unchanged " + (f"{100 * record['unchanged']:6.2f} %" if "unchanged" in record else "-" * 6))
     parts.append("logprob gap " + number("logprob_gap_mean", "{:.4f}"))
+    if "staleness" in record:
+        parts.append("staleness " + ",".join(f"{age}:{count}" for age, count in record["staleness"].items()))
     parts.append("sync " + number("sync_seconds", "{:.3f} s"))
     parts.append(number("seconds", "{:.2f} s/iteration"))
     return "  ".join(parts)

@@ -12,6 +12,8 @@ from megatron_sr.config import add_flags, from_flags
 
 def parser() -> argparse.ArgumentParser:
     """Flags of `python -m megatron_sr.rl.train`."""
+    from megatron_sr.rollout.engine import IN_FLIGHT
+
     p = argparse.ArgumentParser(
         prog="megatron_sr.rl.train", description="RL post-training (Dr. GRPO) on Megatron-Core with vLLM rollouts."
     )
@@ -46,6 +48,31 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--clip-low", type=float, default=0.2)
     g.add_argument("--clip-high", type=float, default=0.28)
     g.add_argument("--dual-clip", type=float, default=3.0)
+    g.add_argument(
+        "--max-staleness",
+        type=int,
+        default=0,
+        metavar="K",
+        help="let rollouts run ahead: train on samples of weights up to K versions old (default: 0, the present ones)",
+    )
+    g.add_argument(
+        "--in-flight",
+        choices=IN_FLIGHT,
+        default="drain",
+        help="requests that run when the weights change: finish them first, abort and ask again, or keep (the new weights go on)",
+    )
+    g.add_argument(
+        "--weight-sync",
+        choices=("full", "delta"),
+        default="full",
+        help="send all weights to the engine, or what changed since the last time (default: full)",
+    )
+    g.add_argument("--delta-zstd", action="store_true", help="compress the deltas with zstd")
+    g.add_argument(
+        "--numerical-parity",
+        action="store_true",
+        help="trainer and engine compute one function, deterministically; reports what still differs (controlled comparisons)",
+    )
 
     g = p.add_argument_group("evaluation")
     g.add_argument(
@@ -63,6 +90,12 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--save", type=Path, default=None)
     g.add_argument("--save-interval", type=int, default=0, help="iterations between checkpoints; 0: only at the end")
     g.add_argument("--load", type=Path, default=None)
+    g.add_argument(
+        "--save-hf",
+        type=Path,
+        default=None,
+        help="new folder for the trained model as a Hugging Face checkpoint (BF16)",
+    )
     return p
 
 
@@ -72,6 +105,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     Runs before any process group or engine is built, so that every rank stops at once.
     """
     from megatron_sr.megatron.model import Layout
+    from megatron_sr.rl import numerical_parity
     from megatron_sr.rl.checkpoint import read_loop_state
 
     if world_size < 1:
@@ -106,8 +140,15 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         "eval_prompts",
     ):
         _at_least(args, name, 1)
-    for name in ("save_interval", "main_params_interval"):
+    for name in ("save_interval", "main_params_interval", "max_staleness"):
         _at_least(args, name, 0)
+    if args.delta_zstd and args.weight_sync != "delta":
+        raise ValueError("--delta-zstd compresses deltas; add --weight-sync delta")
+    if args.in_flight != "drain" and not args.max_staleness:
+        raise ValueError(
+            f"--in-flight {args.in_flight} has no effect without rollouts that run ahead; add --max-staleness K, or leave it out"
+        )
+    numerical_parity.check(args)
     if args.completions < 2:
         raise ValueError(f"--completions {args.completions}: the advantage needs at least 2 completions a prompt")
     if not (args.model / "config.json").is_file():
@@ -142,6 +183,8 @@ def check(args: argparse.Namespace, world_size: int) -> None:
 
 def _check_writable(args: argparse.Namespace) -> None:
     """Find out now, not after hours of training, that results cannot be written."""
+    from megatron_sr.rl import save_hf
+
     try:
         if args.save:
             flag, path = "--save", args.save
@@ -152,6 +195,8 @@ def _check_writable(args: argparse.Namespace) -> None:
             flag, path = "--metrics", args.metrics
             args.metrics.parent.mkdir(parents=True, exist_ok=True)
             args.metrics.open("a").close()
+        if args.save_hf:
+            save_hf.check_new(args.save_hf)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written ({error.strerror or error}); choose another place") from None
 

@@ -30,6 +30,7 @@ class Policy:
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        self.token_log_probs = _vocab_parallel_log_probs
         # With sequence parallelism every sequence is split over the tensor-parallel ranks.
         self.sequence_multiple = layout.tensor if self.config.sequence_parallel else 1
 
@@ -130,8 +131,6 @@ class Policy:
 
     def _forward(self, model, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [B, S] on the last stage, hidden states on the others."""
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
         sequence = inputs.shape[1]
         positions = torch.arange(sequence, device=tokens.device).expand(len(tokens), -1)
@@ -140,8 +139,7 @@ class Policy:
         output = model(inputs, positions, causal)
         if not self.is_last_stage:
             return output
-        # [B, S, vocabulary / TP]; the softmax runs in FP32
-        return -vocab_parallel_cross_entropy(output.float(), targets.contiguous())
+        return self.token_log_probs(output, targets.contiguous())
 
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
         if self.layout.pipeline == 1:
@@ -155,3 +153,10 @@ class Policy:
             parallel_state.get_pipeline_model_parallel_group(),
         )
         return value
+
+
+def _vocab_parallel_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """log p(targets) [B, S], FP32, of logits [B, S, vocabulary / TP]."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    return -vocab_parallel_cross_entropy(logits.float(), targets)

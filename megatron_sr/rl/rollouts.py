@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_sr.rl.tasks import Example
-from megatron_sr.rollout.engine import SamplingConfig
+from megatron_sr.rl.tasks import Example, iteration_generator
+from megatron_sr.rollout.engine import Completion, SamplingConfig
 
 SEED_LIMIT = 2**31 - 1  # request seeds: what every engine takes
 
@@ -28,40 +28,81 @@ def prompt_seeds(seed: int, iteration: int, prompts: int, n: int) -> list[int]:
     return [block * stride + i * n for i in range(prompts)]
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of an iteration, a pure function of the job's seed and the iteration: the same on every rank and after a resume.
+
+    seeds: one per example. shuffle: the order in which they are trained on.
+    """
+
+    iteration: int
+    examples: list[Example]
+    seeds: list[int]
+    shuffle: torch.Tensor
+
+    @classmethod
+    def draw(cls, task, seed: int, iteration: int, prompts: int, n: int) -> Batch:
+        generator = iteration_generator(seed, iteration)
+        examples = task.sample(prompts, generator)
+        return cls(
+            iteration, examples, prompt_seeds(seed, iteration, prompts, n), torch.randperm(prompts, generator=generator)
+        )
+
+
 @dataclass
 class Rollouts:
     """All completions of an iteration, right-padded, on every rank. S = longest (prompt + completion) - 1, padded.
 
     tokens [prompts, n, S + 1] int64; mask [prompts, n, S], 1 where tokens[..., 1:] is a sampled token;
-    log_probs [prompts, n, S] FP32, the engine's, 0 outside the mask; completions [prompts][n] token ids.
+    log_probs [prompts, n, S] FP32, the engine's, 0 outside the mask; completions [prompts][n] token ids;
+    versions [prompts, n] int64: of the weights that generated each; the oldest, where they changed on the way.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     log_probs: torch.Tensor
     completions: list[list[list[int]]]
-    version: int
+    versions: torch.Tensor
 
 
-def generate(
-    engine, examples: list[Example], sampling: SamplingConfig, seeds: list[int], pad_id: int, multiple: int
-) -> Rollouts:
-    """Generate `sampling.n` completions an example. Collective over all ranks; sequence lengths are padded to `multiple`."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = range(rank, len(examples), world)
-    groups = (
-        engine.generate([examples[i].prompt_ids for i in mine], sampling, [seeds[i] for i in mine]) if len(mine) else []
-    )
+class StaleRollouts(RuntimeError):
+    """Rollouts of weights older than --max-staleness allows: training on them is refused."""
+
+
+def share_of(count: int) -> range:
+    """The prompts that this rank generates for."""
+    return range(dist.get_rank(), count, dist.get_world_size())
+
+
+def generate_share(engine, batch: Batch, sampling: SamplingConfig, prompts=None) -> list[list[Completion]]:
+    """Completions of this rank's share of a batch, or of the `prompts` (indices into the batch) given."""
+    mine = share_of(len(batch.examples)) if prompts is None else prompts
+    if not len(mine):
+        return []
+    return engine.generate([batch.examples[i].prompt_ids for i in mine], sampling, [batch.seeds[i] for i in mine])
+
+
+def gather(batch: Batch, groups: list[list[Completion]], pad_id: int, multiple: int) -> Rollouts:
+    """All ranks' shares together; collective over all ranks. Sequence lengths are padded to `multiple`."""
+    world = dist.get_world_size()
     shares: list = [None] * world
     dist.all_gather_object(shares, groups)
-    ordered = [shares[i % world][i // world] for i in range(len(examples))]
-    versions = {completion.version for group in ordered for completion in group}
-    if len(versions) != 1:
-        raise RuntimeError(f"rollouts of one iteration come from several weights versions: {sorted(versions)}")
-    return collate([e.prompt_ids for e in examples], ordered, versions.pop(), pad_id, multiple)
+    ordered = [shares[i % world][i // world] for i in range(len(batch.examples))]
+    return collate([e.prompt_ids for e in batch.examples], ordered, pad_id, multiple)
 
 
-def collate(prompts: list[list[int]], groups: list, version: int, pad_id: int, multiple: int) -> Rollouts:
+def staleness(rollouts: Rollouts, version: int, limit: int) -> dict[str, int]:
+    """How many samples are 0, 1, .. versions older than `version`, the policy's. Raises StaleRollouts beyond `limit`."""
+    ages, counts = (version - rollouts.versions).unique(return_counts=True)
+    if ages.min() < 0 or ages.max() > limit:
+        raise StaleRollouts(
+            f"rollouts of weights {ages.max()} versions older than the policy's version {version}, --max-staleness {limit} (the oldest "
+            f"and newest: {rollouts.versions.min()}, {rollouts.versions.max()})"
+        )
+    return {str(age): count for age, count in zip(ages.tolist(), counts.tolist())}
+
+
+def collate(prompts: list[list[int]], groups: list, pad_id: int, multiple: int) -> Rollouts:
     """Right-pad prompts and completions into tensors. `groups` [prompts][n] are `Completion`s."""
     n = len(groups[0])
     longest = max(len(p) + len(c.token_ids) for p, group in zip(prompts, groups) for c in group)
@@ -76,4 +117,6 @@ def collate(prompts: list[list[int]], groups: list, version: int, pad_id: int, m
             response = slice(len(prompt) - 1, len(sequence) - 1)
             mask[i, j, response] = 1
             log_probs[i, j, response] = torch.tensor(completion.logprobs, dtype=torch.float32)
-    return Rollouts(tokens, mask, log_probs, [[list(c.token_ids) for c in group] for group in groups], version)
+    completions = [[list(c.token_ids) for c in group] for group in groups]
+    versions = torch.tensor([[c.version for c in group] for group in groups])
+    return Rollouts(tokens, mask, log_probs, completions, versions)

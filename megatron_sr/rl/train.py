@@ -44,13 +44,17 @@ def build(args):
 
     from megatron_sr.megatron.model import Layout, initialize_model_parallel
     from megatron_sr.megatron.optimizer import apply_param_rounding
+    from megatron_sr.rl import numerical_parity
     from megatron_sr.rl.base import load_base
     from megatron_sr.rl.loop import PostTraining
     from megatron_sr.rl.mxfp8 import engine_start
     from megatron_sr.rl.policy import Policy
+    from megatron_sr.rollout.delta import DeltaEngine
     from megatron_sr.rollout.vllm import VLLMEngine
 
     base = load_base(args.model)
+    if args.numerical_parity:
+        numerical_parity.prepare()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -71,6 +75,10 @@ def build(args):
             max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_completion_tokens),
             seed=0,
         )
+    if args.numerical_parity:
+        numerical_parity.install(policy)
+    if args.weight_sync == "delta":
+        engine = DeltaEngine(engine, zstd=args.delta_zstd)
     return PostTraining(args, policy, rounding, engine, task, tokenizer, base)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -10,10 +10,27 @@ import torch
 PAPER_TABLE_1 = {"BF16": (99.42, 99.23, 98.93, 98.84), "FP16": (95.35, 93.86, 91.51, 90.79)}
 
 
-def unchanged_fraction(tensors: Iterable[tuple[str, torch.Tensor]], start: dict[str, torch.Tensor]) -> float:
-    """Fraction of elements whose bits equal those in `start`, over all tensors. Same names, shapes and dtypes (16 bit)."""
-    unchanged = total = 0
-    for name, tensor in tensors:
-        unchanged += (tensor.view(torch.int16) == start[name].view(torch.int16)).sum().item()
-        total += tensor.numel()
-    return unchanged / total
+class UnchangedCount:
+    """Counts elements whose bits equal those in `start` (same names, shapes and dtypes, 16 bit), as tensors pass by."""
+
+    def __init__(self, start: Mapping[str, torch.Tensor]):
+        self._start, self._unchanged, self._total = start, 0, 0
+
+    def passing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same pairs, counted."""
+        for name, tensor in tensors:
+            self._unchanged += (tensor.view(torch.int16) == self._start[name].view(torch.int16)).sum().item()
+            self._total += tensor.numel()
+            yield name, tensor
+
+    @property
+    def fraction(self) -> float:
+        return self._unchanged / self._total
+
+
+def unchanged_fraction(tensors: Iterable[tuple[str, torch.Tensor]], start: Mapping[str, torch.Tensor]) -> float:
+    """Fraction of elements whose bits equal those in `start`, over all tensors; see `UnchangedCount`."""
+    count = UnchangedCount(start)
+    for _ in count.passing(tensors):
+        pass
+    return count.fraction
