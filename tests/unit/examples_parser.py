@@ -1,6 +1,7 @@
 """`python -m tests.unit.examples_parser JOBS.json OUT.json`: command lines through Megatron's parser and `validate_args`, on the CPU host.
 
-JOBS.json: by name {"ranks", "env", "arguments"}. OUT.json: by name {"args"} or {"refused"}, and what was refused of bad changes.
+JOBS.json: by name {"ranks", "env", "arguments", "capability"}.
+OUT.json: by name {"args"} or {"refused"}, and what was refused of bad changes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,8 @@ def main(jobs_file: str, out_file: str) -> None:
     from megatron_sr.megatron import host
 
     host.install()
-    import torch
-
     import megatron_sr.megatron.plugin  # noqa: F401
 
-    torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)  # the mock: an H100 answers
     jobs = json.loads(Path(jobs_file).read_text())
     out = {name: parse(job) for name, job in jobs.items()}
     job = jobs["deepseek_r1_14b"]
@@ -35,8 +33,10 @@ def main(jobs_file: str, out_file: str) -> None:
 
 def parse(job: dict) -> dict:
     """The validated arguments of one command line, or why it is refused."""
+    import torch
     from megatron.training import arguments
 
+    torch.cuda.get_device_capability = lambda *args, **kwargs: tuple(job["capability"])  # the mock: a GPU answers
     os.environ.update(job["env"], RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(job["ranks"]))
     sys.argv = ["pretrain_gpt.py", *job["arguments"]]
     said = io.StringIO()

@@ -1,6 +1,7 @@
 """The launch scripts of examples/: their exact command lines through Megatron's own parser and checks, against public model configs.
 
-No GPU is needed or used. Where Megatron asks the GPU what it can do (grouped GEMM), a mock answers for one: compute capability 9.0.
+No GPU is needed or used. Where Megatron asks the GPU what it can do (grouped GEMM), a mock answers: compute capability 9.0, 10.0 with
+BLACKWELL=1.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TRAIN = {  # script and settings, by name; the name's first part is the folder
     "deepseek_r1_14b": ("train.sh", {}),
     "qwen3_30b_a3b": ("train.sh", {}),
     "qwen3_30b_a3b mxfp8": ("train_mxfp8.sh", {}),
+    "qwen3_30b_a3b mxfp8 blackwell": ("train_mxfp8.sh", {"BLACKWELL": "1"}),
     "qwen3_5_397b_a17b": ("train.sh", {}),
     "qwen3_5_397b_a17b mtp": ("train.sh", {"MTP": "1"}),
 }
@@ -63,7 +65,7 @@ def parsed(tmp_path_factory) -> dict:
     for name, (script, settings) in TRAIN.items():
         start, words = split(command_line(f"{name.split()[0]}/{script}", **settings))
         assert words[:3] == ["megatron_sr", "run", "/megatron-lm/pretrain_gpt.py"]
-        jobs[name] = {**start, "arguments": words[3:]}
+        jobs[name] = {**start, "arguments": words[3:], "capability": [10, 0] if "blackwell" in name else [9, 0]}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     program = [sys.executable, "-m", "tests.unit.examples_parser", folder / "jobs.json", folder / "parsed.json"]
     subprocess.run(program, cwd=ROOT, check=True)
@@ -86,6 +88,7 @@ def test_megatrons_parser_and_checks_accept_the_command_line(parsed, name):
     assert "refused" not in parsed[name], parsed[name]["refused"]
     assert parsed[name]["args"]["world_size"] == RANKS[name.split()[0]]
     assert parsed[name]["args"]["param_rounding"] == "stochastic"
+    assert parsed[name]["args"]["param_rounding_log_interval"] == (0 if "mxfp8" in name else 50)  # refused with mxfp8
 
 
 def test_the_check_would_notice(parsed):
@@ -197,8 +200,8 @@ def test_memory_in_the_scripts_is_what_arithmetic_gives(parsed, name):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_is_explained(script):
     lines = (EXAMPLES / script).read_text().splitlines()
-    flags = [line for line in lines if line.startswith("  ") and line.strip().startswith("--")]
-    assert len(flags) >= 2
+    flags = [line for line in lines if line.startswith("  --") or line.startswith("    --")]
+    assert len(flags) >= 3
     assert [line for line in flags if not re.search(r"  # \S", line)] == []
     assert [line for line in flags if len(re.findall(r"(?<!\S)--\w", line.split("  #")[0])) != 1] == []
 
