@@ -32,10 +32,9 @@ def write(tensor, weight: torch.Tensor, quantize: Quantize) -> None:
     tensor  anything with `MXFP8Tensor`'s fields; a copy whose data is None is left out.
     weight  BF16, of its shape. Raises TypeError for E5M2 codes, ValueError when a field's shape is not what its layout asks for.
     """
-    if "E4M3" not in getattr(tensor._fp8_dtype, "name", str(tensor._fp8_dtype)):  # kFloat8E4M3
-        raise TypeError(
-            f"the MXFP8 tensor holds {tensor._fp8_dtype}; MXFP8 weights are E4M3 (--fp8-format e4m3 or hybrid)"
-        )
+    kind = getattr(tensor._fp8_dtype, "name", str(tensor._fp8_dtype))  # kFloat8E4M3
+    if "E4M3" not in kind:
+        raise TypeError(f"the MXFP8 tensor holds {kind}; MXFP8 weights are E4M3 (--fp8-format e4m3 or hybrid)")
     for axis, (data, scale) in _COPIES.items():
         codes, scales = getattr(tensor, data), getattr(tensor, scale)
         if codes is None:
