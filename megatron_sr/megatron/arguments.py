@@ -6,6 +6,7 @@ import argparse
 import functools
 
 from megatron_sr.config import ParamRounding, add_flags, from_flags
+from megatron_sr.megatron.checkpoint import check_arguments
 from megatron_sr.megatron.support import check_supported
 
 
@@ -30,6 +31,7 @@ def param_rounding(args: argparse.Namespace) -> ParamRounding:
     config = from_flags(args)
     if config.mode == "stochastic":
         check_supported(args, format=config.format)
+        check_arguments(args, config)
     return config
 
 

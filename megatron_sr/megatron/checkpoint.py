@@ -73,6 +73,21 @@ def _shown(value) -> str:
     return (" ".join(value) or "(none)") if isinstance(value, tuple) else str(value)
 
 
+def check_arguments(args, config: ParamRounding) -> None:
+    """Raise ValueError for flags of Megatron-LM under which a checkpoint without model params could not be loaded again."""
+    if config.save_model != "none":
+        return
+    for wrong, flag, way_out in (
+        (getattr(args, "no_save_optim", None), "--no-save-optim on", "model params are recomputed from main params: leave it out"),
+        (getattr(args, "ckpt_format", "torch_dist") != "torch_dist", f"--ckpt-format {getattr(args, 'ckpt_format', None)}",
+         "only --ckpt-format torch_dist says what a checkpoint holds"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(
+                f"{FLAGS['save_model']} none does not work with {flag}: {way_out}, or use {FLAGS['save_model']} full"
+            )
+
+
 def store(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Put the rounding state where the next checkpoint finds it."""
     for group in optimizer.param_groups:

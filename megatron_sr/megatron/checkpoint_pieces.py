@@ -40,7 +40,9 @@ def read_state(reader: CheckpointReader) -> StoredState:
                 model_params &= found.get(SAVE_MODEL) != "none"
     if len(states) > 1:
         steps = [(state["seed"], state["step"]) for state in states]
-        raise ValueError(f"parts of the checkpoint were saved in different runs or at different steps: (seed, step) {steps}")
+        raise ValueError(
+            f"parts of the checkpoint were saved in different runs or at different steps: (seed, step) {steps}"
+        )
     return StoredState(states[0] if states else None, model_params)
 
 
@@ -90,13 +92,16 @@ class Sources:
     def _named_pieces(self, key: str, main: str) -> Iterator[Piece]:
         tensor = self._model[key]
         if self.reader.tensors[main].shape != tensor.shape:
-            raise DamagedCheckpoint(f"{key} has shape {tensor.shape}, its main params {self.reader.tensors[main].shape}")
+            raise DamagedCheckpoint(
+                f"{key} has shape {tensor.shape}, its main params {self.reader.tensors[main].shape}"
+            )
         for chunk in tensor.chunks:
             yield Piece(
                 key,
                 region(chunk.shape, chunk.offset, tensor.shape),
                 self.reader.chunk(key, chunk).contiguous().view(-1),
                 self.reader.region(main, *chunk).float().contiguous().view(-1),
+                chunk.shape,
             )
 
     def _chunks_by_segment(self, key: str) -> dict[tuple, tuple]:
@@ -113,7 +118,8 @@ class Sources:
         chunk, at = chunks[_place(segment)]
         model = self.reader.chunk(key, chunk).contiguous().view(-1)[at : at + segment.length]
         main = self.reader.region(bucket, (start + segment.local_start,), (segment.length,))
-        return Piece(key, [segment._replace(local_start=0)], model, main.float())
+        shape = chunk.shape if segment.length == _numel(chunk.shape) else None
+        return Piece(key, [segment._replace(local_start=0)], model, main.float(), shape)
 
 
 def _place(segment: Segment) -> tuple:

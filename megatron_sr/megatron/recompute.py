@@ -21,12 +21,14 @@ class Piece(NamedTuple):
 
     key       of the whole tensor; segments  where the piece lies in it, as in `RoundingPlan`.
     model     [n] of the model params' dtype, contiguous; main  [n] FP32, contiguous, same device.
+    shape     of the piece, if it consists of whole rows of whole MXFP8 blocks; None: not known.
     """
 
     key: str
     segments: list[Segment]
     model: torch.Tensor
     main: torch.Tensor
+    shape: tuple[int, ...] | None = None
 
 
 class Mismatch(NamedTuple):
@@ -68,7 +70,29 @@ def mismatches(pieces: Iterable[Piece], config: ParamRounding, step: int) -> lis
 
     Memory: one piece of the model params' dtype at a time. Nothing is changed, nothing communicated.
     """
-    return _by_key((piece.key, piece.model, rounded(piece, config, step)) for piece in pieces)
+    return _by_key((piece.key, piece.model, _expected(piece, config, step)) for piece in pieces)
+
+
+def _expected(piece: Piece, config: ParamRounding, step: int) -> torch.Tensor:
+    """As `rounded`; with format mxfp8 the nearer one of the BF16 and the MXFP8 rounding, of which a tensor has one or the other."""
+    expected = rounded(piece, config, step)
+    if config.format != "mxfp8" or piece.shape is None or torch.equal(expected, piece.model):
+        return expected
+    quantized = _second_rounding(expected, piece, config, step)
+    return min(expected, quantized, key=lambda candidate: count_differing(candidate, piece.model))
+
+
+def _second_rounding(first: torch.Tensor, piece: Piece, config: ParamRounding, step: int) -> torch.Tensor:
+    """The values of the MXFP8 codes that are made from BF16 params. A matrix whose rows are not whole blocks has none."""
+    from megatron_sr.megatron.identity import Identity
+    from megatron_sr.megatron.mxfp8_rounding import SecondRounding
+    from megatron_sr.mxfp8 import BLOCK
+
+    if len(piece.shape) < 2 or piece.shape[-1] % BLOCK:
+        return first
+    matrix = first.view(-1, piece.shape[-1])
+    blocks = SecondRounding(config).quantize(matrix, Identity(piece.key, piece.segments), step)
+    return blocks.dequantize(first.dtype).view(-1)
 
 
 def differing(pieces: Iterable[Piece], others: Iterable[torch.Tensor]) -> list[Mismatch]:

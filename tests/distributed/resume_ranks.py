@@ -57,6 +57,12 @@ def main(results_file: str, folder: str) -> None:
             Saved(DENSE, Layout(), stochastic(exclude=("*norm*",)), BUCKETS, folder / "excluded")
         )
         results["simulated"] = resumes(Saved(DENSE, Layout(), stochastic(format="e8m5"), NAMED, folder / "simulated"))
+        for sharding in (NAMED, BUCKETS):
+            mxfp8 = Saved(DENSE, Layout(), stochastic(format="mxfp8"), sharding, folder / f"mxfp8 {sharding}")
+            results[f"mxfp8, {sharding}"] = resumes(mxfp8)
+            results[f"full, {sharding}"] = resumes(
+                Saved(DENSE, Layout(), stochastic(), sharding, folder / f"whole {sharding}")
+            )
         results["weights alone from none"] = weights_alone(folder / f"none {NAMED}")
     for name, layout in (("TP2", Layout(tensor=2)), ("PP2", Layout(pipeline=2))):
         with process_groups(layout):
@@ -78,6 +84,7 @@ def main(results_file: str, folder: str) -> None:
         }
         for sharding in (NAMED, BUCKETS):
             saved = Saved(MOE, Layout(expert=2), stochastic(), sharding, folder / f"moe {sharding}")
+            results[f"full, MoE {sharding}"] = resumes(saved)
             results[f"edited, MoE {sharding}"] = edited(saved, "decoder.layers.mlp.experts.experts.linear_fc1.weight")
     if dist.get_rank() == 0:
         Path(results_file).write_text(json.dumps(results))

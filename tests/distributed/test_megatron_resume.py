@@ -45,9 +45,13 @@ def equal(resumed: dict) -> None:
     assert resumed["step"] == 2
 
 
-@pytest.mark.parametrize(
-    "case", ["TP2, buckets", "PP2, buckets", "excluded", "simulated"], ids=lambda case: case.replace(", ", "-")
-)
+RESUMED = [
+    "full, fully_reshardable", "full, dp_reshardable", "full, MoE fully_reshardable", "full, MoE dp_reshardable",
+    "TP2, buckets", "PP2, buckets", "excluded", "simulated", "mxfp8, fully_reshardable", "mxfp8, dp_reshardable",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.replace(", ", "-"))
 def test_resume_is_equal_bit_for_bit(results, case):
     equal(results[case])
     assert results[case]["printed"] == ""  # nothing to say: the bits are as recomputed
@@ -184,7 +188,7 @@ def test_c2_another_layout_goes_on_bit_for_bit_from_tp_and_pp(results, layouts):
 
 WHOLE = [
     "full", "float16 full", "excluded", "simulated", "nearest", "turned on", "TP2", "PP2", "TP2 buckets", "PP2 buckets",
-    "moe fully_reshardable", "moe dp_reshardable",
+    "moe fully_reshardable", "moe dp_reshardable", "mxfp8 fully_reshardable", "mxfp8 dp_reshardable",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import pickle
 import re
@@ -127,3 +128,17 @@ def test_nearest_loads_a_checkpoint_without_rounding_state(capsys):
     checkpoint.on_load(optimizer, ParamRounding(mode="nearest"), loaded=lambda state: None)
     optimizer.load_state_dict(saved(None))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "args, named",
+    [
+        (dict(no_save_optim=True, ckpt_format="torch_dist"), "--no-save-optim on"),
+        (dict(no_save_optim=None, ckpt_format="torch"), "--ckpt-format torch:"),
+    ],
+)
+def test_c6_flags_that_do_not_go_with_save_model_none(args, named):
+    args = argparse.Namespace(**args)
+    checkpoint.check_arguments(args, ParamRounding())
+    with pytest.raises(ValueError, match=f"--param-rounding-save-model none does not work with {named}"):
+        checkpoint.check_arguments(args, ParamRounding(save_model="none"))

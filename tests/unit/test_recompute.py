@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sr import Noise, ParamRounding, round_to_
+from megatron_sr import Noise, ParamRounding, mxfp8, round_to_
 from megatron_sr.coordinates import Segment
 from megatron_sr.megatron.recompute import Mismatch, Piece, count_differing, listing, mismatches, rounded
 
@@ -56,6 +56,23 @@ def test_nearest_and_excluded_tensors_are_rounded_to_nearest(config, expected):
 def test_mxfp8_model_params_start_from_the_bf16_rounding():
     p = piece()
     assert torch.equal(rounded(p, ParamRounding(format="mxfp8"), 3), rounded(p, ParamRounding(format="bf16"), 3))
+
+
+@pytest.mark.parametrize("scaling", ["1d", "2d"])
+def test_mxfp8_values_of_a_matrix_are_recognised(scaling):
+    """A checkpoint holds BF16 params with MXFP8 values for linear layers, plain BF16 ones for norms: either is right."""
+    config, shape = ParamRounding(seed=2, format="mxfp8", mxfp8_scaling=scaling), (1, 32, 64)
+    p = piece(32 * 64)._replace(segments=[Segment(0, 32 * 64, 0)], shape=shape)
+    first = rounded(p, config, 3)
+    blocks = mxfp8.quantize(
+        first.view(32, 64), noise=Noise(2, 3, KEY, stream=1), segments=p.segments, tile=scaling == "2d", min_scale=3
+    )
+    values = blocks.dequantize(torch.bfloat16).view(-1)
+    assert count_differing(first, values)
+    for model in (first, values):
+        assert mismatches([p._replace(model=model)], config, 3) == []
+    values.view(torch.int16)[5] ^= 1
+    assert mismatches([p._replace(model=values)], config, 3) == [Mismatch(KEY, 1, 32 * 64)]
 
 
 def test_mismatches_name_the_tensors_and_count_over_their_pieces():
