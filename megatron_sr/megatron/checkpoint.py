@@ -94,10 +94,13 @@ def store(optimizer: torch.optim.Optimizer, state: dict) -> None:
         group[KEY] = state
 
 
-def on_load(optimizer: torch.optim.Optimizer, config: ParamRounding, loaded: Callable[[dict], None]) -> None:
+def on_load(
+    optimizer: torch.optim.Optimizer, config: ParamRounding, loaded: Callable[[dict], None], announce: bool = True
+) -> None:
     """From now on check what `optimizer.load_state_dict` is given before anything is loaded, and call `loaded(state)` afterwards.
 
     state["step"] is the step to go on from: the saved one, or the optimizer's own count when the checkpoint has no rounding state.
+    announce: print what changes; of chained optimizers, which load one after another, only the first one does.
     """
 
     def before(optimizer, state_dict):
@@ -105,7 +108,7 @@ def on_load(optimizer: torch.optim.Optimizer, config: ParamRounding, loaded: Cal
         check_loadable(saved, config)
         if saved is None or config.mode != "nearest":
             return None
-        if saved["mode"] != "nearest":
+        if saved["mode"] != "nearest" and announce:
             say(
                 f"{FLAGS['mode']} nearest: rounding was {saved['mode']} (seed {saved['seed']}) up to step {saved['step']} of this "
                 "checkpoint; from the next step on it is to nearest"
@@ -132,13 +135,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> int:
     return max((int(count) for count in counts), default=0)
 
 
-_said = ""
-
-
-def say(message: str) -> None:
-    """Print on rank 0. Chained optimizers load one after another and have the same to say: a repetition is left out."""
-    global _said
-    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if is_first and message != _said:
+def say(message: str, speaks: bool | None = None) -> None:
+    """Print a line, on rank 0 or where `speaks`."""
+    if speaks is None:
+        speaks = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if speaks:
         print(f"megatron-sr: {message}", flush=True)
-    _said = message

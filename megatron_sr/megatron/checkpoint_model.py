@@ -31,14 +31,15 @@ SAVE_MODEL = "param_rounding_save_model"
 """The key in the content metadata of a checkpoint."""
 
 
-def attach(site) -> None:
+def attach(site, announce: bool = True) -> None:
     """Make the checkpoints of `site.optimizer` verify, or leave out, the model params that `site` rounds. Once per site.
 
+    announce  print what a load changes; of chained optimizers, which load one after another, only the first one does.
     site  a cast site (`megatron_sr.megatron.sites`) with an optimizer that holds main params apart from model params.
     From now on `site.optimizer.load_state_dict` raises ValueError, naming the tensors, when the model's params (loaded before) are
     not the rounding of the main params that it has loaded and the configuration says on_mismatch="error".
     """
-    _ModelParams(site)
+    _ModelParams(site, announce)
 
 
 def explain_absence() -> None:
@@ -81,8 +82,8 @@ def _wants_model_params(state) -> bool:
 
 
 class _ModelParams:
-    def __init__(self, site):
-        self.site = site
+    def __init__(self, site, announce: bool):
+        self.site, self.announce = site, announce
         self.saved: dict | None = None  # the rounding state that is being loaded
         self.absent = False  # the checkpoint that is being loaded holds no model params
         site.inner.register_load_state_dict_pre_hook(self._remember)
@@ -132,9 +133,7 @@ class _ModelParams:
         saved = checkpoint.saved_config(self.saved) if self.saved else ParamRounding(mode="nearest")
         changed = checkpoint.differences(saved, config) if self.saved else {}
         if self.absent:
-            checkpoint.say(
-                f"model params are recomputed from main params at step {site.step}: the checkpoint holds none"
-            )
+            self._say(f"model params are recomputed from main params at step {site.step}: the checkpoint holds none")
             self._recompute()
         elif changed:
             self._recompute()
@@ -151,12 +150,16 @@ class _ModelParams:
             if wrong:
                 self._recompute()
         if not self.saved:
-            checkpoint.say(
+            self._say(
                 f"{FLAGS['mode']} {config.mode} (seed {config.seed}) from step {site.step} on: this checkpoint was saved without it"
             )
         elif changed:
             listed = ", ".join(f"{FLAGS[field]} {old} -> {new}" for field, (old, new) in changed.items())
-            checkpoint.say(f"model params are rounded anew at step {site.step}, with other settings: {listed}")
+            self._say(f"model params are rounded anew at step {site.step}, with other settings: {listed}")
+
+    def _say(self, message: str) -> None:
+        if self.announce:
+            checkpoint.say(message)
 
     def _recompute(self) -> None:
         self.site.round_()
@@ -172,8 +175,11 @@ class _ModelParams:
                 "mixed from two checkpoints or damaged. Load an older one (--ckpt-step), or, if the main params are right, "
                 f"{FLAGS['on_mismatch']} recompute"
             )
+        group = _group(self.site)
         checkpoint.say(
-            f"model params are recomputed from main params at step {step}; the checkpoint's differed: {listed}"
+            f"rank {torch.distributed.get_rank()}: model params are recomputed from main params at step {step}; the checkpoint's "
+            f"differed: {listed}",
+            speaks=group is None or group.rank() == 0,  # of the ranks that share these params; not all do with rank 0
         )
 
 
@@ -201,9 +207,14 @@ def _pieces(site) -> Iterator[Piece]:
         )
 
 
+def _group(site):
+    """The ranks that share the optimizer's params; None where each rank has its own (Float16 optimizer)."""
+    return getattr(site.optimizer, "data_parallel_group", None)
+
+
 def _everywhere(wrong: list[Mismatch], site) -> list[Mismatch]:
     """The mismatches of all ranks that share the optimizer's params, so that these act alike. Collective over that group."""
-    group = getattr(site.optimizer, "data_parallel_group", None)
+    group = _group(site)
     if group is None or group.size() == 1:
         return wrong
     everyone: list = [None] * group.size()

@@ -171,9 +171,9 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     """
     checkpoint_model.explain_absence()
     if _is_megatrons_own(config, optimizer, model):
-        for part in parts(optimizer):
+        for number, part in enumerate(parts(optimizer)):
             if isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer):
-                checkpoint.on_load(part.optimizer, config, loaded=lambda state: None)
+                checkpoint.on_load(part.optimizer, config, loaded=lambda state: None, announce=number == 0)
         return Controller(config, [], {})
     for part in parts(optimizer):
         check_supported(*_configs(part, model), format=config.format)
@@ -190,9 +190,9 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     controller._watch(optimizer)
     if config.format == "mxfp8":
         controller.mxfp8 = mxfp8.attach(optimizer, model, controller.sites, identities, config)
-    for site in controller.sites:
+    for number, site in enumerate(controller.sites):
         if isinstance(site, Site):  # FusedAdam's own main params are saved and read by its hooks
-            checkpoint_model.attach(site)
+            checkpoint_model.attach(site, announce=number == 0)
     return controller
 
 

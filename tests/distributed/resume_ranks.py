@@ -118,12 +118,12 @@ def resumes(saved: Saved) -> dict:
     """Loaded into a new job: the weights, what was printed, two more steps."""
     job, controller = saved.start(saved.config)
     printed = load(job, saved.folder)
-    loaded = weights(job)
+    loaded, step = weights(job), controller.step
     job.steps(3, 4)
     return {
         "loaded": loaded == saved.weights,
         "continued": weights(job) == saved.final,
-        "step": controller.step,
+        "step": step,
         "printed": printed,
     }
 
@@ -146,7 +146,8 @@ def edited(saved: Saved, key: str = "decoder.layers.mlp.linear_fc2.weight") -> d
     messages: list = [None, None]
     dist.all_gather_object(messages, refusal(lambda: load(refused, saved.folder, between=flip)))
     job = start("recompute")
-    printed = load(job, saved.folder, between=flip)
+    printed: list = [None, None]
+    dist.all_gather_object(printed, load(job, saved.folder, between=flip))
     return {"messages": messages, "recomputed": weights(job) == saved.weights, "printed": printed}
 
 
@@ -302,11 +303,12 @@ def load(job: Job, folder: Path, between=None, optimizer_from: Path | None = Non
         param.data.fill_(7.0)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        state = read(job, folder)
+        optimizer = read(job, optimizer_from)["optimizer"] if optimizer_from else None
+        state = read(job, folder)  # reads into the model's own tensors
         job.load_model(state)
         if between:
             between(job)
-        job.optimizer.load_state_dict((read(job, optimizer_from) if optimizer_from else state)["optimizer"])
+        job.optimizer.load_state_dict(optimizer or state["optimizer"])
     return "".join(line for line in out.getvalue().splitlines(True) if line.startswith("megatron-sr"))
 
 
