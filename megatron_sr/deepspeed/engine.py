@@ -71,6 +71,8 @@ class DeepSpeedRounding:
         """In the place of the DeepSpeed optimizer's `step`: the same, with one draw unless the step is skipped."""
         before = self.step
         self._site.install()
+        for rounding in self._site.roundings.values():
+            rounding.written = None
         self._set_step(before + 1)
         try:
             with self._site.stepping():
@@ -80,7 +82,7 @@ class DeepSpeedRounding:
             raise
         if getattr(self._engine.optimizer, "overflow", False):
             self._set_step(before)
-        elif all(rounding.written != self.step for rounding in self._site.roundings.values()):
+        elif self._site.missed(self.step):
             raise RuntimeError(
                 "param_rounding: DeepSpeed made a step without writing model params where they are rounded; this version or feature "
                 'of DeepSpeed is not supported: use "mode": "nearest"'

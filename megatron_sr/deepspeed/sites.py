@@ -71,6 +71,10 @@ class Site:
         """Around DeepSpeed's step."""
         yield
 
+    def missed(self, step: int) -> bool:
+        """Whether there are model params that the step with this number did not round."""
+        return any(rounding.written != step for rounding in self.roundings.values())
+
     def _place(self, tensors: list, i: int, main: torch.Tensor, fragments, number: tuple) -> None:
         """Put a place over the model params tensors[i], unless it is there.
 
@@ -115,6 +119,10 @@ class Zero12(Site):
                 # The step rounds into a buffer beside the main params, which DeepSpeed copies to the device.
                 buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
                 self._place(buffers, group, main, fragments, (group, "buffer"))
+
+    def missed(self, step: int) -> bool:
+        part = "buffer" if self.optimizer.cpu_offload else "model"
+        return any(rounding.written != step for (_, name), rounding in self.roundings.items() if name == part)
 
     def recompute(self) -> None:
         self.optimizer.update_lp_params()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_set_full_fp32_param
 
 import megatron_sr as sr
 from megatron_sr.coordinates import Segment
@@ -212,30 +213,47 @@ class Still(torch.optim.Optimizer):
                 self.state[param]["step"] = torch.tensor(1.0)
 
 
+class Sum(torch.nn.Module):
+    """The sum of its own parameters, as a module whose forward DeepSpeed sees."""
+
+    def forward(self, x):
+        return x + sum(param.sum() for param in self.parameters(recurse=False))
+
+
+class Sums(torch.nn.Module):
+    """A model with these parameters. `tensors`: dotted name -> tensor."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__()
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            owner = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, Sum())
+                owner = getattr(owner, part)
+            owner.register_parameter(last, torch.nn.Parameter(torch.zeros_like(tensor)))
+
+    def forward(self, x):
+        for module in self.modules():
+            if isinstance(module, Sum) and module._parameters:
+                x = module(x)
+        return x.sum()
+
+
 def follow(kind: str, tensors: dict, identities: bool = True) -> list[bool]:
     """Whether DeepSpeed's model params equal Megatron's after each step, given Megatron's main params."""
-    from deepspeed.utils import safe_set_full_fp32_param
-
-    model = torch.nn.Module()
-    params = {}
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        owner = model
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, torch.nn.Module())
-            owner = getattr(owner, part)
-        params[name] = torch.nn.Parameter(torch.zeros_like(tensor["model"][0]))
-        owner.register_parameter(last, params[name])
-    model.forward = lambda: sum(param.float().sum() for param in params.values())
+    model = Sums({name: tensor["model"][0] for name, tensor in tensors.items()})
+    params = dict(model.named_parameters())
     given = {params[n]: (t["key"], [Segment(*s) for s in t["segments"]]) for n, t in tensors.items()}
     engine, _ = make_engine(kind, Still, model=model, identities=given if identities else None)
     equal = []
     for step in range(2):
-        engine.backward(engine())
+        engine.backward(engine(torch.ones(1, dtype=torch.bfloat16, requires_grad=True)))
         for name, param in params.items():
             if kind == "none":
-                engine.optimizer.fp32_groups[0][list(params).index(name)].data.copy_(tensors[name]["main"][step])
+                main = engine.optimizer.fp32_groups[0][list(params).index(name)]
+                main.data.copy_(tensors[name]["main"][step])
             else:
                 safe_set_full_fp32_param(param, tensors[name]["main"][step])
         engine.step()
