@@ -214,6 +214,7 @@ class PostTraining:
             "task": self.task.name,
             "settings": settings,
             "parity": self.sync.parity,
+            "hf_config": self.policy.hf_config.to_dict(),
         }
 
     def _load(self) -> None:

@@ -123,6 +123,11 @@ class DeltaSender:
         self._manifest = Manifest(version, records, base.version, base.digest)
         return DeltaUpdate(self._manifest, chunks)
 
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the last weights."""
+        return self._manifest
+
     def whole(self) -> DeltaUpdate:
         """All of the last weights, for a receiver that cannot use the delta."""
         chunks = {name: _encode_chunks(tensor, None, self._zstd) for name, tensor in self._last.items()}

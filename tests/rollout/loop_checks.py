@@ -1,0 +1,148 @@
+"""One process, real vLLM engines: delta updates into packed layouts, and rollouts that run ahead while weights change.
+
+Prints one JSON object with what the checks found; test_delta_engines.py and test_staleness.py assert on it.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_sr.megatron.launch import default_to_one_rank
+from megatron_sr.rl.async_rollouts import RolloutQueue
+from megatron_sr.rl.rollouts import Batch, gather, staleness
+from megatron_sr.rl.tasks import Example
+from megatron_sr.rollout.delta import DeltaEngine
+from megatron_sr.rollout.engine import SamplingConfig
+from megatron_sr.rollout.manifest import Manifest
+from megatron_sr.rollout.vllm import VLLMEngine
+from tests.tiny_models import make_checkpoint
+
+PROMPTS, N, ITERATIONS, STALENESS = 6, 2, 8, 2
+SAMPLING = SamplingConfig(n=N, max_tokens=48, ignore_eos=True)
+
+
+def weights(base, version):
+    """Another policy for every version: about 3 % of the weights a BF16 neighbour up."""
+    generator = torch.Generator().manual_seed(version)
+    out = {}
+    for name, tensor in base.items():
+        bits = tensor.view(torch.int16).clone()
+        bits += (torch.rand(tensor.shape, generator=generator) < 0.03).to(torch.int16)
+        out[name] = bits.view(torch.bfloat16)
+    return out
+
+
+def build(directory):
+    return VLLMEngine(directory, max_model_len=128, max_num_seqs=32, max_num_batched_tokens=512)
+
+
+def check_delta(engine, base):
+    """Three updates by delta; the engine reads every tensor back. Then a receiver that lost its base."""
+    by_delta, out = DeltaEngine(engine), []
+    for version in (1, 2, 3):
+        sent = weights(base, version)
+        report = by_delta.update_weights(sent.items(), version)
+        live = engine.weights_digest() == Manifest.of(sent.items(), 0).digest
+        out.append({**by_delta.last, "good": report.good, "live": live, "version": engine.weights_version()})
+    by_delta._receiver._manifest = None  # as after a restart of the engine's process
+    sent = weights(base, 4)
+    report = by_delta.update_weights(sent.items(), 4)
+    live = engine.weights_digest() == Manifest.of(sent.items(), 0).digest
+    out.append({**by_delta.last, "good": report.good, "live": live, "version": engine.weights_version()})
+    return out
+
+
+def draw(iteration):
+    generator = torch.Generator().manual_seed(iteration)
+    examples = [Example(torch.randint(0, 250, (6,), generator=generator).tolist(), "") for _ in range(PROMPTS)]
+    seeds = [1000 * iteration + 10 * i for i in range(PROMPTS)]
+    return Batch(iteration, examples, seeds, torch.arange(PROMPTS))
+
+
+def check_queue(engine, base, in_flight, offset):
+    """Iterations of a trainer that takes a batch and then changes the weights while later batches are being decoded."""
+    engine.update_weights(weights(base, offset + 1).items(), offset + 1)
+    queue = RolloutQueue(engine, draw, SAMPLING, STALENESS, ITERATIONS)
+    histogram, waiting, mixed, replayed, batches = {}, 0, 0, True, []
+    for iteration in range(ITERATIONS):
+        queue.advance(iteration)
+        waiting = max(waiting, queue.waiting)
+        batch, groups = queue.take(iteration)
+        rollouts = gather(batch, groups, 0, 1)
+        for age, count in staleness(rollouts, offset + iteration + 1, STALENESS).items():
+            histogram[age] = histogram.get(age, 0) + count
+        mixed += sum(c.last_version not in (None, c.version) for group in groups for c in group)
+        complete = all(
+            len(c.token_ids) == SAMPLING.max_tokens and c.finish_reason == "length" for g in groups for c in g
+        )
+        assert complete, "a completion was cut off"
+        batches.append((batch, groups))
+        version = offset + iteration + 2
+        assert engine.update_weights(weights(base, version).items(), version, in_flight=in_flight).good
+    queue.close()
+    # The logprobs are those of the policy that made the sample: the same weights and seeds give them again.
+    version = offset + ITERATIONS + 2
+    for batch, groups in batches[2:5]:
+        made_by = groups[0][0].version
+        if groups[0][0].last_version not in (None, made_by):
+            continue
+        engine.update_weights(weights(base, made_by).items(), version)
+        version += 1
+        again = engine.generate([batch.examples[0].prompt_ids], SAMPLING, [batch.seeds[0]])[0]
+        replayed &= [(c.token_ids, c.logprobs) for c in again] == [(c.token_ids, c.logprobs) for c in groups[0]]
+    return {
+        "histogram": histogram,
+        "waiting": waiting,
+        "mixed": mixed,
+        "asked_again": queue.aborted,
+        "replayed": replayed,
+    }, version
+
+
+def check_dead_engine_ends_the_wait(engine):
+    """An engine that refuses to generate must not leave the trainer waiting."""
+    queue = RolloutQueue(engine, draw, SAMPLING, STALENESS, ITERATIONS)
+    engine._refusal = "weights unverified (set by this check)"
+    queue.advance(0)
+    found = []
+
+    def take():
+        try:
+            queue.take(0)
+        except Exception as error:
+            found.append(type(error).__name__)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join(30)
+    engine._refusal = None
+    return found
+
+
+def main():
+    torch.set_num_threads(1)
+    default_to_one_rank()
+    dist.init_process_group("gloo")
+    root, result = Path(sys.argv[1]), {}
+    for family in ("qwen3_moe", "qwen3"):
+        directory = make_checkpoint(root / family, family)
+        base, engine = load_file(directory / "model.safetensors"), build(directory)
+        result[f"delta {family}"] = check_delta(engine, base)
+        if family == "qwen3":
+            offset = 10
+            for in_flight in ("drain", "abort", "keep"):
+                result[in_flight], offset = check_queue(engine, base, in_flight, offset)
+            result["refusing"] = check_dead_engine_ends_the_wait(engine)
+        engine.shutdown()
+    print("result " + json.dumps(result), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
