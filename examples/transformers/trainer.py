@@ -1,6 +1,6 @@
 """The same with transformers.Trainer: one argument, no callback, no subclass. What derives from Trainer (TRL) takes it too.
 
-    python examples/transformers/trainer.py --mode stochastic
+python examples/transformers/trainer.py --mode stochastic
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def each_layer(model, mesh):
 
 
 def tensor_parallel(model, mesh):
-    plan = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(model, mesh, plan | {"head": ColwiseParallel(output_layouts=Replicate())})
 
 
@@ -97,7 +97,8 @@ def training(shard) -> dict:
             loss = torch.nn.functional.cross_entropy(wrapped(batch).float().flatten(0, 1), batch.flatten())
             (loss / len(tokens)).backward()
             total += loss.item() / len(tokens)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameters in by_mesh(model):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         opt.step()
         opt.zero_grad()
         losses.append(total)
@@ -106,6 +107,14 @@ def training(shard) -> dict:
     dist.all_gather_object(everyone, mine)
     wrong = [name for name in rounded_wrongly(model, opt) if name.endswith("weight")]
     return {"losses": losses, "same": all(other == mine for other in everyone), "wrong": wrong}
+
+
+def by_mesh(model) -> list[list]:
+    """torch takes one norm over parameters of one mesh alone."""
+    groups: dict = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
 
 
 def resume(checkpoint: Path, shard, steps: list[int], save: Path | None = None, flat: bool = False) -> dict:
