@@ -16,7 +16,7 @@ from megatron_sr.rl.evaluation import ExactReward
 from megatron_sr.rl.loss import Clipping
 from megatron_sr.rl.metrics import MetricsLog, progress_line
 from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, staleness
-from megatron_sr.rl.sync import WeightSync
+from megatron_sr.rl.sync import JobSync
 from megatron_sr.rollout.engine import SamplingConfig
 from megatron_sr.study.sticking import unchanged_fraction
 
@@ -35,7 +35,7 @@ class PostTraining:
         self.args, self.policy, self.rounding, self.engine = args, policy, rounding, engine
         self.task, self.base, self.pad_id = task, base, tokenizer.pad_token_id
         self.iteration = 0
-        self.sync = WeightSync(engine, policy, rounding, base, args.in_flight)
+        self.sync = JobSync(engine, policy, rounding, base, args.in_flight)
         self.sampling = SamplingConfig(
             n=args.completions,
             temperature=1.0,  # the loss and the gap are of the distribution that was sampled

@@ -1,4 +1,4 @@
-"""Hand the trainer's bits to the rollout engines and make sure that they arrived."""
+"""Hand the job's weights to the ranks' rollout engines, and make sure that all of them hold the same bits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_sr.rollout.mxfp8_export import export_mxfp8
+from megatron_sr.rollout.sync import WeightSync
 from megatron_sr.study.sticking import UnchangedCount, unchanged_fraction
 
 
-class WeightSync:
-    """Call it with a version after every round of optimizer steps; collective.
+class JobSync:
+    """Call it with a version after every round of optimizer steps; collective. An update that breaks off is repeated (`WeightSync`).
 
     engine: this rank's `RolloutEngine`; in_flight: what becomes of requests that run then; base: the weights that sticking is
     measured against. parity: counters over the whole job, also across a resume.
@@ -27,43 +28,52 @@ class WeightSync:
             in_flight,
         )
         self.parity = {"syncs": 0, "tensors": 0, "mismatched_tensors": 0}
+        self._unchanged: UnchangedCount | None = None
+        self._sync = WeightSync(engine, self._export, agree=_all_ranks, announce=_announce)
 
     def __call__(self, version: int) -> dict:
         """Returns sync_seconds, parity, unchanged (share of weights that hold the base's bits), delta (see `DeltaEngine`).
 
-        Raises RuntimeError when a tensor read back from an engine differs, or when the ranks' trainers disagree.
+        Raises RuntimeError when an update did not get through, or when the ranks' trainers disagree.
         """
         started = time.perf_counter()
-        tensors, unchanged = self._policy.export(), None
+        done = self._sync.sync(version, in_flight=self._in_flight)
+        self._check(done)
+        record = {"sync_seconds": time.perf_counter() - started, "parity": dict(self.parity)}
         if self._rounding.mxfp8 is None:
-            count = UnchangedCount(self._base)
-            tensors = count.passing(tensors)
+            record["unchanged"] = self._unchanged.fraction  # counted on the way to the engine
         else:
-            unchanged = unchanged_fraction(tensors, self._base)
-            tensors = export_mxfp8(self._policy.gpt, self._policy.hf_config, self._rounding.mxfp8)
-        report = self._engine.update_weights(tensors, version=version, in_flight=self._in_flight)
-        self._check(report)
-        record = {
-            "sync_seconds": time.perf_counter() - started,
-            "parity": dict(self.parity),
-            "unchanged": count.fraction if unchanged is None else unchanged,
-        }
-        last = getattr(self._engine, "last", None)
-        return record | ({"delta": last} if last else {})
+            record["unchanged"] = unchanged_fraction(self._policy.export(), self._base)
+        delta = getattr(self._engine, "last", None)
+        return record | ({"delta": delta} if delta else {})
 
-    def _check(self, report) -> None:
-        reports: list = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
+    def _export(self):
+        if self._rounding.mxfp8 is not None:
+            return export_mxfp8(self._policy.gpt, self._policy.hf_config, self._rounding.mxfp8)
+        self._unchanged = UnchangedCount(self._base)
+        return self._unchanged.passing(self._policy.export())
+
+    def _check(self, done) -> None:
+        mine = done.update.tensors, done.update.digest, len(done.events)
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
         self.parity["syncs"] += 1
-        self.parity["tensors"] += sum(r.tensors for r in reports)
-        self.parity["mismatched_tensors"] += sum(len(r.mismatched) for r in reports)
-        for rank, other in enumerate(reports):
-            if other.mismatched:
+        self.parity["tensors"] += sum(tensors for tensors, _, _ in everyone)
+        repeated = sum(events for _, _, events in everyone)
+        if repeated:
+            self.parity["repeated"] = self.parity.get("repeated", 0) + repeated
+        for rank, (_, digest, _) in enumerate(everyone):
+            if digest != done.update.digest:
                 raise RuntimeError(
-                    f"weights version {report.version}: {len(other.mismatched)} tensors of rank {rank}'s engine differ from the "
-                    f"trainer's, first {other.mismatched[0]}; the engine refuses to generate"
+                    f"weights version {done.update.version}: the trainer's weights differ between ranks {dist.get_rank()} and {rank}"
                 )
-            if other.digest != report.digest:
-                raise RuntimeError(
-                    f"weights version {report.version}: the trainer's weights differ between ranks 0 and {rank}"
-                )
+
+
+def _all_ranks(good: bool) -> bool:
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, good)
+    return all(everyone)
+
+
+def _announce(event: str) -> None:
+    print(f"megatron-sr: rank {dist.get_rank()}: {event}", flush=True)

@@ -100,7 +100,8 @@ class DeltaSender:
     def encode(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> DeltaUpdate:
         """The update from the weights of the last call to `tensors`, which it remembers; the first one is whole.
 
-        Whole as well when names changed. Always consumes the iterable. Raises ValueError when `version` does not grow.
+        Whole as well when names changed or the version is the last one again (its update broke off). Always consumes the iterable.
+        Raises ValueError when `version` goes back.
         """
         base, chunks, records = self._manifest, {}, {}
         for name, tensor in tensors:
@@ -113,11 +114,12 @@ class DeltaSender:
             else:
                 old.copy_(tensor)  # in place: a failure in between is healed by a whole update
             records[name] = TensorRecord.of(tensor)
-        if base is not None and version <= base.version:
-            raise ValueError(f"version {version} is not above the last one sent, {base.version}")
+        if base is not None and version < base.version:
+            self._manifest = None
+            raise ValueError(f"version {version} is below the last one sent, {base.version}")
         for gone in self._last.keys() - records.keys():
             del self._last[gone]
-        if base is None or base.tensors.keys() != records.keys():
+        if base is None or base.version == version or base.tensors.keys() != records.keys():
             self._manifest = Manifest(version, records)
             return self.whole()
         self._manifest = Manifest(version, records, base.version, base.digest)

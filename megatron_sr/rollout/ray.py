@@ -143,10 +143,11 @@ class RayEngines:
                     pass
                 raise UpdateRefused(f"update refused: version {version} is not above the present one, {self._version}")
             update = self._sender.encode(tensors, version)
-            self._version = version
             data = self._ray.put(update.to_bytes())
             asked = [(i, actor, actor.apply.remote(data, in_flight)) for i, actor in enumerate(self._actors)]
             reports = [self._finish(*answer, update.whole, in_flight) for answer in asked]
+            if all(report.good for report in reports):
+                self._version = version
         return UpdateReport(
             version,
             reports[0].tensors,
@@ -247,8 +248,8 @@ class RayEngines:
             have = {k: v for k, v in self._ray.cluster_resources().items() if k in ("CPU", "GPU")}
             self._ray.util.remove_placement_group(self._group)
             raise ValueError(
-                f"the Ray cluster cannot place {engines} engines of {bundle} ({strategy}) within {self._start_timeout:.0f} s: it has {have} "
-                f"in all; ask for fewer engines, smaller shares, or strategy PACK"
+                f"the Ray cluster cannot place {engines} engines of {bundle} ({strategy}) within {self._start_timeout:.0f} s: it has "
+                f"{have} in all; ask for fewer engines, smaller shares, or strategy PACK"
             )
 
     def _start(self, i: int):
@@ -280,7 +281,7 @@ class RayEngines:
             self._restarts -= 1
             self._ray.kill(dead)
             actor = self._started(i, self._start(i))
-            if self._version:
+            if self._sender.manifest is not None:
                 report = self._ray.get(actor.apply.remote(self._sender.whole().to_bytes(), DRAIN))
                 if not report.good:
                     raise WeightsUnverified(
