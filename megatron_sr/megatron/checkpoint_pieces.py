@@ -49,7 +49,10 @@ def read_state(reader: CheckpointReader) -> StoredState:
 class Sources:
     """Finds the pieces of a checkpoint, whatever its sharding type.
 
-    elements  of all pieces, for a progress bar. unmatched  keys of 16-bit model tensors without main params (frozen, say).
+    elements     of all pieces
+    main_params  elements of all main params
+    unmatched    keys of 16-bit model tensors without main params (frozen, say)
+
     Raises ValueError when main params are stored in a way that tells nothing about where they belong.
     """
 
@@ -61,7 +64,8 @@ class Sources:
         self._model = {k: t for k, t in reader.tensors.items() if t.dtype in _ROUNDED and not _OPTIMIZER.search(k)}
         covered = self._named.keys() | {entry[2] for entries in self._indices.values() for entry in entries}
         self.unmatched = sorted(self._model.keys() - covered)
-        self.main_params = bool(self._named or self._buckets)
+        main = [reader.tensors[key] for key in (*self._named.values(), *self._buckets)]
+        self.main_params = sum(_numel(tensor.shape) for tensor in main)
         self.elements = sum(_numel(t.shape) for key, t in self._model.items() if key in self._named)
         self.elements += sum(n for entries in self._indices.values() for _, n, key, _ in entries if key in self._model)
 
@@ -88,6 +92,12 @@ class Sources:
                 if key in self._model:
                     for segment in pieces:
                         yield self._bucket_piece(bucket, start, key, segment, segments[key])
+
+    def read_main_params(self) -> Iterator[int]:
+        """Read every stored main param, chunk by chunk; yields their sizes. For a checkpoint without model params."""
+        for key in (*self._named.values(), *self._buckets):
+            for chunk in self.reader.tensors[key].chunks:
+                yield self.reader.chunk(key, chunk).numel()
 
     def _named_pieces(self, key: str, main: str) -> Iterator[Piece]:
         tensor = self._model[key]

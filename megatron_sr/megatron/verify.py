@@ -39,8 +39,14 @@ def main(args: argparse.Namespace) -> int:
 def verify(path: Path, progress: bool = False) -> dict:
     """Compare a checkpoint with what is recomputed from it.
 
-    Returns checkpoint (its folder), rounding (the saved settings and step; None without), model_params (whether it holds any), tensors,
-    elements (compared), unmatched (model tensors without main params) and mismatches ([{tensor, differing, elements}]).
+    Returns
+        checkpoint    its folder
+        rounding      the saved settings and step; None without
+        model_params  whether it holds any
+        tensors       that were compared
+        elements      that were compared; of main params that were read, if there are no model params
+        unmatched     model tensors without main params, not compared
+        mismatches    [{tensor, differing, elements}]
     Raises ValueError or FileNotFoundError for what cannot be verified, DamagedCheckpoint for what cannot be read.
     """
     from megatron_sr.config import ParamRounding
@@ -53,10 +59,13 @@ def verify(path: Path, progress: bool = False) -> dict:
     state = read_state(reader)
     sources = Sources(reader)
     if not sources.main_params:
-        raise ValueError(f"{reader.path}: no main params are stored (--no-save-optim?), so there is nothing to compare with")
+        raise ValueError(
+            f"{reader.path}: no main params are stored (--no-save-optim?), so there is nothing to compare with"
+        )
     config = checkpoint.saved_config(state.rounding) if state.rounding else ParamRounding(mode="nearest")
     seen: set[str] = set()
-    with _progress_bar(sources.elements if progress else 0) as advance:
+    elements = sources.elements if state.model_params else sources.main_params
+    with _progress_bar(elements if progress else 0) as advance:
 
         def pieces():
             for piece in sources.pieces():
@@ -64,13 +73,20 @@ def verify(path: Path, progress: bool = False) -> dict:
                 seen.add(piece.key)
                 advance(piece.model.numel())
 
-        wrong = mismatches(pieces(), config, state.rounding["step"] if state.rounding else 0)
+        if state.model_params:
+            wrong = mismatches(pieces(), config, state.rounding["step"] if state.rounding else 0)
+        else:
+            wrong = []
+            for count in sources.read_main_params():
+                advance(count)
+    if state.model_params and not seen:
+        raise ValueError(f"{reader.path}: no 16-bit model param in it has a main param, so there is nothing to compare")
     return {
         "checkpoint": str(reader.path),
         "rounding": state.rounding,
         "model_params": state.model_params,
         "tensors": len(seen),
-        "elements": sources.elements,
+        "elements": elements,
         "unmatched": sources.unmatched,
         "mismatches": [{"tensor": m.key, "differing": m.differing, "elements": m.numel} for m in wrong],
     }
@@ -93,15 +109,24 @@ def _progress_bar(elements: int):
 
 def _text(result: dict) -> str:
     saved = result["rounding"]
-    how = f"{saved['mode']}, seed {saved['seed']}, step {saved['step']}" if saved else "to nearest: saved without rounding state"
+    how = (
+        f"{saved['mode']}, seed {saved['seed']}, step {saved['step']}"
+        if saved
+        else "to nearest: saved without rounding state"
+    )
     lines = [f"{result['checkpoint']} ({how})"]
     if not result["model_params"]:
-        lines.append(f"ok: holds no model params (--param-rounding-save-model none); {'they are'} recomputed on load")
+        lines.append(
+            "ok: holds no model params (--param-rounding-save-model none), which are recomputed on load; all "
+            f"{result['elements']:,} elements of main params can be read"
+        )
     elif result["mismatches"]:
         lines.append("MISMATCH: these model params are not the rounding of the main params:")
         lines += [f"  {m['tensor']}: {m['differing']:,} of {m['elements']:,} elements" for m in result["mismatches"]]
     else:
-        lines.append(f"ok: {result['tensors']} tensors, {result['elements']:,} elements are the rounding of the main params")
+        lines.append(
+            f"ok: {result['tensors']} tensors, {result['elements']:,} elements are the rounding of the main params"
+        )
     if result["unmatched"]:
         lines.append(f"without main params, not compared: {', '.join(result['unmatched'])}")
     return "\n".join(lines)

@@ -57,3 +57,10 @@ def test_the_package_gives_its_public_names_on_first_use():
     assert (megatron_sr.Noise, megatron_sr.RoundingPlan) == (Noise, RoundingPlan)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         megatron_sr.nothing  # noqa: B018
+
+
+def test_verify_needs_a_checkpoint_or_an_engine(capsys):
+    assert cli.main(["verify"]) == 2
+    assert "give the folder of a checkpoint, or --engine URL" in capsys.readouterr().err
+    assert cli.main(["verify", "--engine", "http://127.0.0.1:1"]) == 2
+    assert "--engine needs --checkpoint DIR" in capsys.readouterr().err
