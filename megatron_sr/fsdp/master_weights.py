@@ -97,6 +97,8 @@ class MasterWeights(torch.optim.Optimizer):
             self._rounding.run_(self.steps + 1)
         self._pull()
         self.steps += 1
+        if self.steps == 1:
+            self._share_state()
         self._store()
         return loss
 
@@ -179,9 +181,8 @@ class MasterWeights(torch.optim.Optimizer):
         self._fused = (
             FusedAdamW(self._inner, self._rounding) if can_fuse(self._inner) and devices <= {"cpu", "cuda"} else None
         )
-        for param, main in self._mains.items():
-            self.state[param] = {} if main is param else {MAIN: main}
         self._check_globs(pieces)
+        self._share_state()
 
     def _check_globs(self, pieces: list[Piece]) -> None:
         unmatched = self.rounding.unmatched([piece.key for piece in pieces])
@@ -240,14 +241,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """As torch's; per parameter `main_param` and the state of the optimizer class."""
-        state_dict = super().state_dict()
-        if self._inner is not None:
-            params = [p for group in self.param_groups for p in group["params"]]
-            state_dict["state"] = {
-                number: {**self.state[param], **self._inner.state.get(self._mains[param], {})}
-                for number, param in enumerate(params)
-            }
-        return state_dict
+        self._share_state()
+        return super().state_dict()
+
+    def _share_state(self) -> None:
+        """Show the inner optimizer's state in ours: torch.distributed.checkpoint looks into it for what there is."""
+        for param, main in self._mains.items() if self._inner is not None else ():
+            self.state[param] = {**({} if main is param else {MAIN: main}), **self._inner.state.get(main, {})}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -300,6 +300,7 @@ class MasterWeights(torch.optim.Optimizer):
             if _without(state, MAIN):
                 packed["state"][number] = _without(state, MAIN)
         self._inner.load_state_dict(packed)
+        self._share_state()
         if self._fused:
             self._fused.forget()
 
@@ -320,6 +321,7 @@ class MasterWeights(torch.optim.Optimizer):
             state = self._inner.state.get(main, {})
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].zero_()
+        self._share_state()
         self._rounding.refresh()
         self._rounding.written()
 
