@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 _LARGEST_SUBNORMAL = 127 * 2.0**-133  # of BF16
+_WIDER = {1: torch.int16, 2: torch.int32, 4: torch.int64}
 _PROBE_ROWS = 512  # identity rows per call: bounds the product to 512 x out_features
 
 
@@ -41,6 +42,10 @@ class Permutation:
         self._shape = shape
         self._where = torch.empty_like(source)
         self._where[source.long()] = position
+        # Elements that stay neighbours move together, as wider integers.
+        self._width = next(w for w in (4, 2, 1) if _moves_together(self._where, w))
+        self._where = self._where[:: self._width] // self._width
+        self._strided = _as_strides(self._where)
 
     @staticmethod
     def _send(pack, half: torch.Tensor, shape) -> torch.Tensor:
@@ -52,7 +57,48 @@ class Permutation:
     def undo(self, packed: torch.Tensor) -> torch.Tensor:
         """The unpacked tensor, of the shape given at the start, bit for bit."""
         bits = packed.detach().contiguous().view(torch.int16).reshape(-1)
-        return bits.index_select(0, self._where).view(packed.dtype).view(self._shape)
+        if self._width > 1 and bits.storage_offset() % self._width:
+            bits = bits.clone()
+        bits = bits.view(_WIDER[self._width])
+        if self._strided:
+            moved = bits.as_strided(*self._strided, bits.storage_offset() + int(self._where[0])).contiguous()
+        else:
+            moved = bits.index_select(0, self._where)
+        return moved.reshape(-1).view(packed.dtype).view(self._shape)
+
+
+def _moves_together(where: torch.Tensor, width: int) -> bool:
+    """Whether aligned groups of `width` elements go to aligned groups, in order."""
+    if where.numel() % width:
+        return False
+    groups = where.view(-1, width)
+    first = groups[:, :1]
+    return bool((first % width == 0).all()) and torch.equal(groups, first + torch.arange(width, dtype=where.dtype))
+
+
+def _as_strides(where: torch.Tensor) -> tuple[list[int], list[int]] | None:
+    """Sizes and strides with which a strided view lists the elements in the order of `where` (from where[0] on), or None.
+
+    Blocked layouts are such views, and copying one is several times as fast as gathering single elements.
+    """
+    sizes, strides = [], []
+    while where.numel() > 1:
+        step = int(where[1] - where[0])
+        regular = where[1:] - where[:-1] == step
+        run = where.numel() if bool(regular.all()) else int((~regular).nonzero()[0]) + 1
+        while where.numel() % run or not bool(regular.view(-1)[: where.numel() - 1][_inside(where.numel(), run)].all()):
+            run -= 1
+        if run == 1 or step < 0:
+            return None
+        sizes.insert(0, run)
+        strides.insert(0, step)
+        where = where[::run]
+    return sizes, strides
+
+
+def _inside(count: int, run: int) -> torch.Tensor:
+    """Which of the count - 1 neighbouring pairs lie inside one of the runs."""
+    return torch.arange(1, count) % run != 0
 
 
 def probe_linear(linear: Callable[[torch.Tensor], torch.Tensor], in_features: int) -> torch.Tensor:
