@@ -42,6 +42,36 @@ def attach(site, announce: bool = True) -> None:
     _ModelParams(site, announce)
 
 
+def attach_layer_wise(optimizer, config: ParamRounding) -> None:
+    """Gather what ranks have rounded when a layer-wise distributed optimizer (Muon) has been loaded. Others are left as they are.
+
+    There each rank rounds the whole params that it owns, and the other ranks get them by the optimizer's own all-gather.
+    Raises ValueError with save_model="none", as owners change with the data-parallel size and replicas are saved by others.
+    """
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    for part in getattr(optimizer, "chained_optimizers", ()):
+        attach_layer_wise(part, config)
+    if not isinstance(optimizer, LayerWiseDistributedOptimizer):
+        return
+    if config.save_model == "none":
+        raise ValueError(
+            f"{FLAGS['save_model']} none does not work with the layer-wise distributed optimizer; use {FLAGS['save_model']} full"
+        )
+    original = optimizer.load_state_dict
+
+    def load_state_dict(state_dict) -> None:
+        original(state_dict)
+        if optimizer.overlap_param_gather:  # the next forward pass gathers
+            return
+        if optimizer.use_buffer_param_sync:
+            optimizer.start_param_sync_for_bucket_group_subset()
+        else:
+            optimizer.allgather_params()
+
+    optimizer.load_state_dict = load_state_dict
+
+
 def explain_absence() -> None:
     """From now on a `dist_checkpointing.load` that fails for want of the model params that a checkpoint leaves out says so, and why.
 

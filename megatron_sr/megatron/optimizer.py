@@ -193,6 +193,7 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     for number, site in enumerate(controller.sites):
         if isinstance(site, Site):  # FusedAdam's own main params are saved and read by its hooks
             checkpoint_model.attach(site, announce=number == 0)
+    checkpoint_model.attach_layer_wise(optimizer, config)
     return controller
 
 
