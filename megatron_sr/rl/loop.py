@@ -15,6 +15,7 @@ from megatron_sr.rl.drift import k3
 from megatron_sr.rl.evaluation import ExactReward
 from megatron_sr.rl.loss import Clipping
 from megatron_sr.rl.metrics import MetricsLog, progress_line
+from megatron_sr.rl.mxfp8 import counted
 from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, staleness
 from megatron_sr.rl.sync import JobSync
 from megatron_sr.rollout.engine import SamplingConfig
@@ -122,7 +123,8 @@ class PostTraining:
             losses.append(loss)
             step = self.iteration * args.mini_batches + i + 1
             if step <= STICKING_STEPS:
-                unchanged.append([step, unchanged_fraction(policy.export(), self.base)])
+                counting = counted(policy.export(), self.rounding.mxfp8)
+                unchanged.append([step, unchanged_fraction(counting, self.base)])
         record = {
             "sampled_reward": rewards.mean().item(),
             "completion_tokens": rollouts.mask.sum().item() / rewards.numel(),

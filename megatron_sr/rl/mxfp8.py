@@ -1,14 +1,18 @@
-"""The checkpoint that the rollout engine of a post-training job starts from, when the trainer holds MXFP8 weights."""
+"""What a post-training job does otherwise when the trainer holds MXFP8 weights."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+
+from megatron_sr.rollout import names
+from megatron_sr.rollout.mxfp8_layout import is_linear
 
 
 @contextlib.contextmanager
@@ -39,3 +43,10 @@ def engine_start(model: Path, weights) -> Iterator[Path]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def counted(tensors: Iterable[tuple[str, torch.Tensor]], weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors over which sticking is counted: all of them, or with MXFP8 `weights` those that are quantized. Uses all up."""
+    for name, tensor in tensors:
+        if weights is None or (is_linear(name) and names.layer_number(name) not in weights.bf16_layers):
+            yield name, tensor

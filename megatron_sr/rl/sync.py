@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from megatron_sr.rl.mxfp8 import counted
 from megatron_sr.rollout.mxfp8_export import export_mxfp8
 from megatron_sr.rollout.sync import WeightSync
 from megatron_sr.study.sticking import UnchangedCount, unchanged_fraction
@@ -32,7 +33,7 @@ class JobSync:
         self._sync = WeightSync(engine, self._export, agree=_all_ranks, announce=_announce)
 
     def __call__(self, version: int) -> dict:
-        """Returns sync_seconds, parity, unchanged (share of weights that hold the base's bits), delta (see `DeltaEngine`).
+        """Returns sync_seconds, parity, unchanged (share of weights, with MXFP8 of quantized ones, that hold the base's bits), delta (see `DeltaEngine`).
 
         Raises RuntimeError when an update did not get through, or when the ranks' trainers disagree.
         """
@@ -43,7 +44,7 @@ class JobSync:
         if self._rounding.mxfp8 is None:
             record["unchanged"] = self._unchanged.fraction  # counted on the way to the engine
         else:
-            record["unchanged"] = unchanged_fraction(self._policy.export(), self._base)
+            record["unchanged"] = unchanged_fraction(counted(self._policy.export(), self._rounding.mxfp8), self._base)
         delta = getattr(self._engine, "last", None)
         return record | ({"delta": delta} if delta else {})
 
