@@ -33,7 +33,8 @@ class JobSync:
         self._sync = WeightSync(engine, self._export, agree=_all_ranks, announce=_announce)
 
     def __call__(self, version: int) -> dict:
-        """Returns sync_seconds, parity, unchanged (share of weights, with MXFP8 of quantized ones, that hold the base's bits), delta (see `DeltaEngine`).
+        """Returns sync_seconds, parity, unchanged (share of weights that hold the base's bits; see `mxfp8.counted`), delta (see
+        `DeltaEngine`).
 
         Raises RuntimeError when an update did not get through, or when the ranks' trainers disagree.
         """

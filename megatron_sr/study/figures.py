@@ -25,10 +25,10 @@ def _series(records: list[dict], key: str) -> tuple[list, list]:
 
 
 def reward_curves(arms: dict[str, list[dict]], target: float):
-    """Exact expected reward of the BF16 policy (lines) and of its FP32 main params (marks) against the iteration."""
-    figure, axes = _axes("Expected reward of the policy that rolls out (BF16)", "iteration", "exact expected reward")
+    """Exact expected reward of the policy that generates (lines) and of its FP32 main params (marks) against the iteration."""
+    figure, axes = _axes("Expected reward of the policy that generates", "iteration", "exact expected reward")
     for mode, records in arms.items():
-        axes.plot(*_series(records, "exact_reward"), color=COLOURS[mode], lw=2, label=f"{mode}: BF16 weights")
+        axes.plot(*_series(records, "exact_reward"), color=COLOURS[mode], lw=2, label=f"{mode}: rounded weights")
         marker, size = MARKERS[mode]
         axes.plot(
             *_series(records, "exact_reward_main_params"),
