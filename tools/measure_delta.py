@@ -106,9 +106,8 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"iterations": args.iterations, "results": results}, indent=1) + "\n")
-    columns = "rounding|steps a sync|zstd|bytes a sync|of whole|changed: mean (first, last tenth)|encode|decode, check|engine".split(
-        "|"
-    )
+    columns = ["rounding", "steps a sync", "zstd", "bytes a sync", "of whole", "changed: mean (first, last tenth)"]
+    columns += ["encode", "decode, check", "engine"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for r in results:
         of_whole = 100 * r["bytes"] / r["whole_bytes"]

@@ -29,7 +29,8 @@ class MetricsLog:
             return 0
         records = read_metrics(self.path)
         kept = [r for r in records if r["iteration"] <= iteration or any(r.get(key) != run[key] for key in run)]
-        if len(kept) < len(records):
+        text = self.path.read_text(encoding="utf-8")
+        if len(kept) < len(records) or not text.endswith("\n"):
             partial = self.path.with_name(self.path.name + ".partial")
             partial.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
             os.replace(partial, self.path)

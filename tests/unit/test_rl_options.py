@@ -46,6 +46,34 @@ def test_defaults_pass():
         (["--save", "/dev/null/x"], "--save /dev/null/x cannot be written .Not a directory.; choose another place"),
         (["--metrics", "/dev/null/x/m"], "--metrics /dev/null/x/m cannot be written"),
         (["--save-interval", 2], "--save-interval 2 needs --save FOLDER"),
+        (["--save-hf", "/dev/null/x"], "--save-hf /dev/null/x cannot be written"),
+        (["--save-hf", ROOT], "--save-hf .* exists and is not empty; choose a new folder"),
+        (["--max-staleness", -1], "--max-staleness -1 must be at least 0"),
+        (
+            ["--in-flight", "keep"],
+            "--in-flight keep has no effect without rollouts that run ahead; add --max-staleness K",
+        ),
+        (["--delta-zstd"], "--delta-zstd compresses deltas; add --weight-sync delta"),
+        (
+            ["--numerical-parity", "--tensor-model-parallel-size", 2],
+            "--numerical-parity with --tensor-model-parallel-size 2: .*use 1",
+        ),
+        (
+            ["--numerical-parity", "--pipeline-model-parallel-size", 2],
+            "--numerical-parity with --pipeline-model-parallel-size 2",
+        ),
+        (
+            ["--numerical-parity", "--expert-model-parallel-size", 2],
+            "--numerical-parity with --expert-model-parallel-size 2",
+        ),
+        (
+            ["--numerical-parity", "--max-staleness", 1],
+            "--numerical-parity with --max-staleness 1: older weights .*use 0",
+        ),
+        (
+            ["--numerical-parity", "--param-rounding", "stochastic", "--param-rounding-format", "mxfp8"],
+            "--numerical-parity with --param-rounding-format mxfp8",
+        ),
         (["--load", "no/such/folder"], "--load no/such/folder: no checkpoint there"),
     ],
 )
