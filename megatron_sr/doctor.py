@@ -32,6 +32,7 @@ NEVER_RUN = (
     "Triton kernels (bit-equal in Triton's interpreter, compiled for sm_80 to sm_103)",
     "Megatron-Core with CUDA, NCCL and Transformer Engine",
     "vLLM on CUDA",
+    "MXFP8 in Transformer Engine's tensors and in vLLM's kernels (on CPU: its Python class or a stand-in, vLLM's emulation)",
 )
 """Parts that no GPU has run yet."""
 
