@@ -62,33 +62,63 @@ def identify(model) -> dict[torch.nn.Parameter, Identity]:
     return identities
 
 
-def _sharded_entries(chunk: torch.nn.Module) -> dict:
-    """Parameter -> its ShardedTensor or ShardedTensorFactory. Megatron puts the parameter itself in an entry's `data`.
+def _sharded_entries(chunk: torch.nn.Module) -> dict[torch.nn.Parameter, list[tuple[int, object]]]:
+    """Parameter -> (offset in the flat parameter, its ShardedTensor or ShardedTensorFactory).
 
+    Megatron puts the parameter itself in an entry's `data`, or, for experts that are stacked in one parameter, views of it.
     The state dict is asked for without metadata: identities must not depend on how a run chooses to store checkpoints.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
     tensors, _ = extract_sharded_tensors_and_factories(chunk.sharded_state_dict())
-    return {entry.data: entry for entry in nested_values(tensors) if isinstance(entry.data, torch.nn.Parameter)}
+    entries: dict[torch.nn.Parameter, list] = {}
+    for entry in nested_values(tensors):
+        data = entry.data
+        if isinstance(data, torch.nn.Parameter):
+            entries[data] = [(0, entry)]
+        elif isinstance(data, torch.Tensor) and isinstance(data._base, torch.nn.Parameter) and data.is_contiguous():
+            offset = data.storage_offset() - data._base.storage_offset()
+            entries.setdefault(data._base, []).append((offset, entry))
+    return entries
 
 
-def _identity(entry, parameter: torch.nn.Parameter, where: str) -> Identity:
-    # A probe of the parameter's shape without memory: strides and offsets of its views are all that is asked of it.
-    probe = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    pieces = _sharded_tensors(dataclasses.replace(entry, data=probe))
-    keys = sorted({piece.key for piece in pieces})
-    if len(keys) != 1:
-        raise ValueError(f"{where} is stored under several keys ({', '.join(keys)}); use --param-rounding nearest")
-    segments = []
-    for piece in pieces:
-        if piece.data is not probe and piece.data._base is not probe:
-            raise ValueError(f"{where}: its checkpoint entry copies instead of viewing; use --param-rounding nearest")
-        segments += _segments(piece, where)
-    segments.sort()
-    check_cover(segments, parameter.numel(), where)
-    return Identity(keys[0], segments)
+def _identity(entries: list[tuple[int, object]], parameter: torch.nn.Parameter, where: str) -> Identity:
+    found: dict[str, list[Segment]] = {}
+    sizes: dict[str, int] = {}
+    for offset, entry in entries:
+        # A probe of the entry's shape without memory: strides and offsets of its views are all that is asked of it.
+        probe = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+        for piece in _sharded_tensors(dataclasses.replace(entry, data=probe)):
+            if piece.data is not probe and piece.data._base is not probe:
+                raise ValueError(
+                    f"{where}: its checkpoint entry copies instead of viewing; use --param-rounding nearest"
+                )
+            segments = [s._replace(local_start=s.local_start + offset) for s in _segments(piece, where)]
+            found.setdefault(piece.key, []).extend(segments)
+            sizes[piece.key] = math.prod(piece.global_shape)
+    identity = _compose(found, sizes)
+    check_cover(identity.segments, parameter.numel(), where)
+    return identity
+
+
+def _compose(found: dict[str, list[Segment]], sizes: dict[str, int]) -> Identity:
+    """One logical tensor from the tensors that a checkpoint splits a parameter into.
+
+    Mamba's and Gated DeltaNet's input projection is stored as "...in_proj.weight.z", ".x" and so on, a fused MLA projection under the
+    names of its halves. These lie one after the other, whole, in a logical tensor named "...in_proj.weight" (or "first+second"), in
+    the order in which they lie in the parameter: it is the same in every layout.
+    """
+    if len(found) == 1:
+        ((key, segments),) = found.items()
+        return Identity(key, sorted(segments))
+    composed, start = [], 0
+    ordered = sorted(found.items(), key=lambda item: min(item[1]))
+    for key, segments in ordered:
+        composed += [s._replace(global_start=s.global_start + start) for s in segments]
+        start += sizes[key]
+    stems = {key.rpartition(".")[0] for key in found}
+    return Identity(stems.pop() if len(stems) == 1 else "+".join(key for key, _ in ordered), sorted(composed))
 
 
 def _sharded_tensors(entry) -> list:
@@ -103,7 +133,8 @@ def region(shape: Sequence[int], offset: Sequence[int], whole: Sequence[int]) ->
     """The segments of a contiguous block of `shape` that lies at `offset` in a logical tensor of shape `whole`: a checkpoint's chunk."""
     data = torch.empty(tuple(shape), device="meta")
     return _segments(
-        SimpleNamespace(data=data, global_shape=whole, global_offset=offset, prepend_axis_num=0), f"chunk at {tuple(offset)}"
+        SimpleNamespace(data=data, global_shape=whole, global_offset=offset, prepend_axis_num=0),
+        f"chunk at {tuple(offset)}",
     )
 
 

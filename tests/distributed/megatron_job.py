@@ -115,6 +115,13 @@ def build(
     config.fp16, config.sequence_parallel = dtype == torch.float16, config.sequence_parallel or sequence_parallel
     config.virtual_pipeline_model_parallel_size = virtual
     models = [gpt_model(hf, config)] if virtual is None else [_virtual_stage(hf, config, v) for v in range(virtual)]
+    return job_of(models, config, ddp_options, dtype, **optimizer_options)
+
+
+def job_of(
+    models: list, config, ddp_options: dict | None = None, dtype: torch.dtype = torch.bfloat16, **optimizer_options
+) -> Job:
+    """A job on model chunks of any kind; as `build`."""
     for param, identity in identify(models).items():
         param.data.copy_(keyed_weight(identity).view_as(param))
     ddp = dict(use_distributed_optimizer=True, grad_reduce_in_fp32=True) | (ddp_options or {})

@@ -53,9 +53,7 @@ def main(results_file: str) -> None:
         results["refused"] = refused()
         results["table"] = table()
     with process_groups(Layout(tensor=2)):
-        results["faults"]["norm under TP"] = fault(
-            "decoder.layers.input_layernorm.weight", rank=0, layout=Layout(tensor=2)
-        )
+        results["faults"]["norm under TP"] = fault(NORM, rank=0, layout=Layout(tensor=2))
         results["metrics"]["TP2 moe"] = metrics(MOE, Layout(tensor=2), {})
         results["faults"]["router under TP"] = fault(
             "decoder.layers.mlp.router.weight", rank=1, layout=Layout(tensor=2), hf=MOE
@@ -350,6 +348,7 @@ def fault(key: str, rank: int, layout: Layout | None = None, hf=DENSE) -> dict:
     good = refusal(controller.verify)
     targets = [param for param, identity in job.identities.items() if identity.key == key]
     if dist.get_rank() == rank:
+        assert targets, f"rank {rank} has no {key}"
         for param in targets:
             param.data.view(-1).view(torch.int16)[-1] ^= 1
     found = refusal(controller.verify)

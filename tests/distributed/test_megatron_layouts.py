@@ -31,13 +31,13 @@ each_run = pytest.mark.parametrize("ranks, model, run", [*((*model, "DP1") for m
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
-    """By the number of ranks: what each layout gave."""
+    """By the number of ranks: what each layout gave. Four ranks load the checkpoints that two have saved."""
+    folder = tmp_path_factory.mktemp("layouts")
 
     def launch(ranks: int) -> dict:
-        folder = tmp_path_factory.mktemp(f"layouts{ranks}")
-        script = ROOT / "tests/distributed/run_ranks.py"
-        torchrun(ranks, script, "tests.distributed.layouts_ranks", folder / "results.json", folder / "checkpoints")
-        return json.loads((folder / "results.json").read_text())
+        script, file = ROOT / "tests/distributed/run_ranks.py", folder / f"{ranks}.json"
+        torchrun(ranks, script, "tests.distributed.layouts_ranks", file, folder / "checkpoints", timeout=600)
+        return json.loads(file.read_text())
 
     return {ranks: launch(ranks) for ranks in LAYOUTS}
 

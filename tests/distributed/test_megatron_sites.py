@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     file = tmp_path_factory.mktemp("sites") / "results.json"
-    torchrun(2, ROOT / "tests/distributed/run_ranks.py", "tests.distributed.sites_ranks", file)
+    torchrun(2, ROOT / "tests/distributed/run_ranks.py", "tests.distributed.sites_ranks", file, timeout=600)
     return json.loads(file.read_text())
 
 

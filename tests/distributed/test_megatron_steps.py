@@ -1,4 +1,4 @@
-"""Skipped steps, checkpoints and refusals on real Megatron optimizers and gloo ranks. One launch serves all tests here."""
+"""Skipped steps and refusals on real Megatron optimizers and gloo ranks. One launch serves all tests here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 def results(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("steps")
     ranks = ROOT / "tests/distributed/run_ranks.py"
-    torchrun(2, ranks, "tests.distributed.steps_ranks", folder / "results.json", folder / "checkpoints")
+    torchrun(2, ranks, "tests.distributed.steps_ranks", folder / "results.json", timeout=600)
     return json.loads((folder / "results.json").read_text())
 
 
@@ -52,41 +52,6 @@ def test_stepping_one_of_chained_optimizers_is_noticed(results):
     assert "step the whole optimizer" in results["one part stepped"]
 
 
-@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
-@pytest.mark.parametrize("model", ["dense", "moe EP2"])
-def test_resume_is_equal_bit_for_bit(results, model, sharding):
-    resumed = results[f"resume {model} {sharding}"]
-    assert resumed["loaded"]  # BF16 weights as saved
-    assert resumed["step"] == 2
-    assert resumed["recomputed"]  # the same bits from main params, seed and step
-    assert resumed["continued"]  # two more steps equal the uninterrupted run
-    assert resumed["steps"] == [4, 4]
-
-
-def test_c2_resume_on_another_layout_is_equal_bit_for_bit(results):
-    assert results["resume on TP2"] == {"step": 2, "continued": True}
-
-
-def test_load_with_another_seed_is_refused(results):
-    message = results["refused loads"]["another seed"]
-    assert message.startswith("--param-rounding-seed 6 differs from the checkpoint's 5")
-    assert "pass --param-rounding-seed 5" in message
-
-
-def test_load_without_rounding_state_is_refused(results):
-    message = results["refused loads"]["no state"]
-    assert message.startswith("--param-rounding stochastic: ")
-    assert "no rounding state" in message
-    assert "--finetune" in message
-
-
-def test_nearest_refuses_a_stochastic_checkpoint_and_loads_its_own(results):
-    message = results["refused loads"]["nearest from stochastic"]
-    assert message.startswith("--param-rounding nearest differs from the checkpoint's stochastic")
-    assert "pass --param-rounding stochastic --param-rounding-seed 5" in message
-    assert results["refused loads"]["nearest from nearest"] is None
-
-
 def test_weights_alone_start_a_stochastic_run(results):
     assert results["weights only"] == {"exact": True, "stepped": True, "step": 1}
 
@@ -94,7 +59,6 @@ def test_weights_alone_start_a_stochastic_run(results):
 @pytest.mark.parametrize(
     "case, words",
     [
-        ("not distributed", "--use-distributed-optimizer off"),
         ("fp32", "--bf16 off"),
         ("twice", "only once"),
         ("another model", "pass every model chunk"),
@@ -110,6 +74,8 @@ def test_c6_refused_optimizers_and_models(results, case, words):
     [
         ("--param-rounding sideways", "--param-rounding='sideways'", "choose one of: nearest, stochastic"),
         ("--param-rounding-seed -1", "--param-rounding-seed=-1", "choose a whole number from 0"),
+        ("--param-rounding-format fp8", "--param-rounding-format='fp8'", "choose one of: bf16, fp16, e8m4"),
+        ("--param-rounding-log-interval -1", "--param-rounding-log-interval=-1", "choose a whole number from 0"),
         (f"--param-rounding-seed {2**64}", f"--param-rounding-seed={2**64}", "choose a whole number from 0"),
     ],
 )
@@ -122,11 +88,7 @@ def test_c6_bad_values_of_our_flags(results, flags, start, way_out):
 @pytest.mark.parametrize(
     "flags, named, way_out",
     [
-        ("--param-rounding stochastic --use-distributed-optimizer", "--bf16 off", "add --bf16"),
-        ("--param-rounding stochastic --use-distributed-optimizer --fp16", "--fp16 on", "use --bf16"),
-        ("--param-rounding stochastic --bf16", "--use-distributed-optimizer off", "add --use-distributed-optimizer"),
-        ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer on", "leave it out"),
-        ("--optimizer-cpu-offload", "--optimizer-cpu-offload on", "leave it out"),
+        ("--param-rounding stochastic --use-distributed-optimizer", "--bf16 off", "add --bf16 or --fp16"),
         ("--optimizer-cuda-graph", "--optimizer-cuda-graph on", "leave it out"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp on", "leave it out"),
         ("--use-torch-fsdp2", "--use-torch-fsdp2 on", "use --use-distributed-optimizer instead"),
@@ -135,7 +97,6 @@ def test_c6_bad_values_of_our_flags(results, flags, start, way_out):
         ("--fp4-format e2m1", "--fp4-format e2m1", "leave it out"),
         ("--fp4-param-gather", "--fp4-param-gather on", "leave it out"),
         ("--qk-clip", "--qk-clip on", "leave it out"),
-        ("--optimizer muon", "--optimizer muon", "use --optimizer adam"),
     ],
 )
 def test_c6_unsupported_flags_are_refused_by_megatrons_parser(results, flags, named, way_out):
