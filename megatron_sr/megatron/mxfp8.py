@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_sr import mxfp8
-from megatron_sr.config import ParamRounding
+from megatron_sr.config import FLAGS, ParamRounding
 from megatron_sr.megatron import mxfp8_te
 from megatron_sr.megatron.identity import Identity
 from megatron_sr.megatron.mxfp8_layers import bf16_layers, check_blocks, mxfp8_parameters
@@ -124,6 +124,11 @@ def attach(optimizer, model, sites: list[DistributedSite], identities: dict, con
             "--use-precision-aware-optimizer, --optimizer-cpu-offload, FSDP), or another format"
         )
     if any(chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag for chunk in chunks):
+        if config.verify_interval:
+            raise ValueError(
+                f"{FLAGS['verify_interval']} {config.verify_interval} does not work with params in Transformer Engine's tensors; "
+                "leave it out"
+            )
         weights = mxfp8_te.TEWeights(model, identities, config)
         mxfp8_te.route(weights, sites)
     else:
