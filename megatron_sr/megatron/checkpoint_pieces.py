@@ -10,10 +10,10 @@ import torch
 
 from megatron_sr.coordinates import Segment
 from megatron_sr.megatron import checkpoint
-from megatron_sr.megatron.checkpoint_index import INDEX, read_index
+from megatron_sr.megatron.checkpoint_index import COMPOSED, INDEX, read_index
 from megatron_sr.megatron.checkpoint_model import SAVE_MODEL
-from megatron_sr.megatron.checkpoint_reader import CheckpointReader, DamagedCheckpoint, walk
-from megatron_sr.megatron.identity import region
+from megatron_sr.megatron.checkpoint_reader import CheckpointReader, Chunk, DamagedCheckpoint, walk
+from megatron_sr.megatron.identity import composed_by_name, region
 from megatron_sr.megatron.recompute import Piece
 
 _NAMED_MAIN = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
@@ -23,27 +23,34 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 
 class StoredState(NamedTuple):
-    """What a checkpoint says about itself. `rounding`: None when it was saved without; `model_params`: whether it holds them."""
+    """What a checkpoint says about itself.
+
+    rounding      the saved settings and step; None when it was saved without.
+    model_params  whether it holds any.
+    composed      stored key -> (logical tensor, start in it), for tensors that are stored in parts.
+    """
 
     rounding: dict | None
     model_params: bool
+    composed: dict[str, tuple[str, int]]
 
 
 def read_state(reader: CheckpointReader) -> StoredState:
     """Raises ValueError when its parts were saved with different settings or at different steps: a mixed checkpoint."""
-    states, model_params = [], True
+    states, model_params, composed = [], True, {}
     for key in reader.objects:
         if _OPTIMIZER.search(key) and (key.startswith("common_state") or key.endswith(".optimizer/shard_0_1")):
             for found in walk(reader.object(key)):
                 if checkpoint.KEY in found and found[checkpoint.KEY] not in states:
                     states.append(found[checkpoint.KEY])
                 model_params &= found.get(SAVE_MODEL) != "none"
+                composed |= {part: tuple(where) for part, where in found.get(COMPOSED, {}).items()}
     if len(states) > 1:
         steps = [(state["seed"], state["step"]) for state in states]
         raise ValueError(
             f"parts of the checkpoint were saved in different runs or at different steps: (seed, step) {steps}"
         )
-    return StoredState(states[0] if states else None, model_params)
+    return StoredState(states[0] if states else None, model_params, composed)
 
 
 class Sources:
@@ -56,18 +63,34 @@ class Sources:
     Raises ValueError when main params are stored in a way that tells nothing about where they belong.
     """
 
-    def __init__(self, reader: CheckpointReader):
-        self.reader = reader
+    def __init__(self, reader: CheckpointReader, composed: dict[str, tuple[str, int]] | None = None):
+        self.reader, self._composed = reader, composed or {}
         self._named = {m[1]: key for key in reader.tensors if (m := _NAMED_MAIN.fullmatch(key))}
         self._buckets = {key: m for key in reader.tensors if (m := _BUCKET_MAIN.fullmatch(key))}
         self._indices = self._read_indices()
         self._model = {k: t for k, t in reader.tensors.items() if t.dtype in _ROUNDED and not _OPTIMIZER.search(k)}
-        covered = self._named.keys() | {entry[2] for entries in self._indices.values() for entry in entries}
-        self.unmatched = sorted(self._model.keys() - covered)
+        self._whole = composed_by_name({key: _numel(tensor.shape) for key, tensor in self._model.items()})
+        self._stored: dict[str, list[str]] = {}  # logical tensor -> the keys that it is stored under
+        for key in self._model:
+            self._stored.setdefault(self._logical(key)[0], []).append(key)
+        indexed = {entry[2] for entries in self._indices.values() for entry in entries}
+        self.unmatched = [k for k in sorted(self._model) if k not in self._named and self._logical(k)[0] not in indexed]
         main = [reader.tensors[key] for key in (*self._named.values(), *self._buckets)]
         self.main_params = sum(_numel(tensor.shape) for tensor in main)
         self.elements = sum(_numel(t.shape) for key, t in self._model.items() if key in self._named)
-        self.elements += sum(n for entries in self._indices.values() for _, n, key, _ in entries if key in self._model)
+        self.elements += sum(n for entries in self._indices.values() for _, n, key, _ in entries if key in self._stored)
+
+    def _logical(self, key: str) -> tuple[str, int]:
+        """The logical tensor that a stored one is (a part of), and where it starts in it."""
+        return self._composed.get(key, (key, 0))
+
+    def _segments(self, key: str, chunk: Chunk) -> list[Segment]:
+        """Where a stored chunk lies in its logical tensor."""
+        start = self._logical(key)[1]
+        return [
+            s._replace(global_start=s.global_start + start)
+            for s in region(chunk.shape, chunk.offset, self._model[key].shape)
+        ]
 
     def _read_indices(self) -> dict[str, list]:
         indices = {}
@@ -86,10 +109,12 @@ class Sources:
         for key, main in self._named.items():
             if key in self._model:
                 yield from self._named_pieces(key, main)
-        segments = {key: self._chunks_by_segment(key) for key in self._model if key not in self._named}
+        segments = (
+            {key: self._chunks_by_segment(stored) for key, stored in self._stored.items()} if self._buckets else {}
+        )
         for bucket, entries in self._indices.items():
             for start, _, key, pieces in entries:
-                if key in self._model:
+                if key in self._stored:
                     for segment in pieces:
                         yield self._bucket_piece(bucket, start, key, segment, segments[key])
 
@@ -105,28 +130,31 @@ class Sources:
             raise DamagedCheckpoint(
                 f"{key} has shape {tensor.shape}, its main params {self.reader.tensors[main].shape}"
             )
+        name, start = self._whole[key]
         for chunk in tensor.chunks:
+            places = region(chunk.shape, chunk.offset, tensor.shape)
             yield Piece(
-                key,
-                region(chunk.shape, chunk.offset, tensor.shape),
+                name,
+                [place._replace(global_start=place.global_start + start) for place in places],
                 self.reader.chunk(key, chunk).contiguous().view(-1),
                 self.reader.region(main, *chunk).float().contiguous().view(-1),
                 chunk.shape,
             )
 
-    def _chunks_by_segment(self, key: str) -> dict[tuple, tuple]:
-        tensor = self._model[key]
+    def _chunks_by_segment(self, stored: list[str]) -> dict[tuple, tuple]:
+        """Where a segment of a logical tensor lies -> (stored key, chunk, where it starts in the chunk)."""
         return {
-            _place(segment): (chunk, segment.local_start)
-            for chunk in tensor.chunks
-            for segment in region(chunk.shape, chunk.offset, tensor.shape)
+            _place(segment): (key, chunk, segment.local_start)
+            for key in stored
+            for chunk in self._model[key].chunks
+            for segment in self._segments(key, chunk)
         }
 
     def _bucket_piece(self, bucket: str, start: int, key: str, segment: Segment, chunks: dict) -> Piece:
         if _place(segment) not in chunks:
             raise DamagedCheckpoint(f"{key}: its model params are stored in other pieces than its main params")
-        chunk, at = chunks[_place(segment)]
-        model = self.reader.chunk(key, chunk).contiguous().view(-1)[at : at + segment.length]
+        stored, chunk, at = chunks[_place(segment)]
+        model = self.reader.chunk(stored, chunk).contiguous().view(-1)[at : at + segment.length]
         main = self.reader.region(bucket, (start + segment.local_start,), (segment.length,))
         shape = chunk.shape if segment.length == _numel(chunk.shape) else None
         return Piece(key, [segment._replace(local_start=0)], model, main.float(), shape)

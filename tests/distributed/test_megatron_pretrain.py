@@ -49,7 +49,9 @@ def outputs(tmp_path_factory) -> dict:
     resume = ["--load", folder / "stochastic", "--ckpt-step", "2"]
     with ThreadPoolExecutor(2) as pool:
         nearest = pool.submit(pretrain, "nearest", PLUGIN)
-        stochastic = pool.submit(pretrain, "stochastic", LAUNCHER, *STOCHASTIC)
+        watched = ["--param-rounding-log-interval", "2", "--param-rounding-verify-interval", "1"]
+        writer = ["--tensorboard-dir", folder / "tensorboard", "--tensorboard-log-interval", "1"]
+        stochastic = pool.submit(pretrain, "stochastic", LAUNCHER, *STOCHASTIC, *watched, *writer)
         runs = {"nearest": nearest.result(), "stochastic": stochastic.result()}
         resumed = pool.submit(pretrain, "resumed", PLUGIN, *resume, *STOCHASTIC)
         refused = pool.submit(without_torchrun, *resume, *STOCHASTIC[:3], "12")
@@ -96,6 +98,30 @@ def test_an_unmodified_script_trains_with_finite_loss(outputs):
 def test_one_line_at_start_says_what_is_rounded(outputs):
     assert outputs["nearest"].stdout.count("--param-rounding nearest (Megatron's own cast)") == 1
     assert outputs["stochastic"].stdout.count("--param-rounding stochastic, seed 11, format bf16, noise step") == 1
+
+
+def test_the_table_at_start_shows_flags_and_cast_sites(outputs):
+    table = outputs["stochastic"].stdout
+    assert table.count("--param-rounding-log-interval      2") == 1
+    assert (
+        len(re.findall(r"cast site DistributedOptimizer: 1 ranks, [\d,]+ elements stochastic, 0 to nearest", table))
+        == 1
+    )
+
+
+def test_metrics_are_in_the_log_and_where_megatrons_own_curves_are(outputs):
+    """At steps 2 and 4 of 4, under Megatron's iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = re.findall(r"megatron-sr: step (\d+) \| weights changed: (\S+) %", outputs["stochastic"].stdout)
+    assert [step for step, _ in lines] == ["2", "4"]
+    events = EventAccumulator(str(outputs["folder"] / "tensorboard"))
+    events.Reload()
+    for name in ("changed", "unchanged", "rms", "relative"):
+        assert [event.step for event in events.Scalars(f"param-rounding/{name}")] == [2, 4]
+    changed = [event.value for event in events.Scalars("param-rounding/changed")]
+    assert changed == pytest.approx([float(percent) / 100 for _, percent in lines], abs=1e-6)
+    assert all(0 < value < 1 for value in changed)
 
 
 def test_the_flag_changes_the_weights(outputs):

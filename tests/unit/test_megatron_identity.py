@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sr.coordinates import check_cover
-from megatron_sr.megatron.identity import _segments
+from megatron_sr.megatron.identity import _segments, composed, composed_by_name
 
 
 def entry(data: torch.Tensor, global_shape, global_offset, prepend_axis_num=0):
@@ -92,3 +92,22 @@ def test_a_transposed_entry_is_refused_by_name():
     piece = entry(torch.empty(3, 4, device="meta").t(), (4, 3), (0, 0))
     with pytest.raises(ValueError, match=r"parameter w: .* transposed; use --param-rounding nearest"):
         _segments(piece, "parameter w")
+
+
+def test_tensors_that_a_checkpoint_splits_make_up_one_in_the_order_of_their_names():
+    stem = "decoder.layers.0.mixer.in_proj.weight"
+    assert composed({"a.weight": 6}) == {"a.weight": ("a.weight", 0)}
+    assert composed({f"{stem}.z": 8, f"{stem}.B": 4, f"{stem}.x": 2}) == {
+        f"{stem}.B": (stem, 0), f"{stem}.x": (stem, 4), f"{stem}.z": (stem, 6),
+    }  # fmt: skip
+    assert composed({"kv_down.weight": 3, "q_down.weight": 5}) == {
+        "kv_down.weight": ("kv_down.weight+q_down.weight", 0), "q_down.weight": ("kv_down.weight+q_down.weight", 3),
+    }  # fmt: skip
+
+
+def test_a_stored_model_tells_by_its_names_what_makes_up_what():
+    sizes = {"l.conv.bias.x": 2, "l.conv.bias.B": 3, "l.fc.weight": 7, "l.fc.bias": 1}
+    assert composed_by_name(sizes) == {
+        "l.conv.bias.B": ("l.conv.bias", 0), "l.conv.bias.x": ("l.conv.bias", 3),
+        "l.fc.weight": ("l.fc.weight", 0), "l.fc.bias": ("l.fc.bias", 0),
+    }  # fmt: skip
