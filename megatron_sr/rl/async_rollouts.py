@@ -34,7 +34,9 @@ class RolloutQueue:
     ):
         self._engine, self._draw, self._sampling = engine, draw, sampling
         self._ahead, self._last = max_staleness, last
-        self._threads = ThreadPoolExecutor(max_workers=max_staleness + 1, thread_name_prefix="rollouts")
+        # Calls that are collective over the ranks must be made in one order on all of them: one thread.
+        threads = 1 if getattr(engine, "collective", False) else max_staleness + 1
+        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="rollouts")
         self._batches: dict[int, tuple[Batch, Future]] = {}
         self.aborted = 0
 

@@ -38,6 +38,10 @@ def check(args) -> None:
             f"--numerical-parity with --max-staleness {args.max_staleness}: older weights generate, at times that differ from run to run; "
             f"use 0"
         )
+    if args.rollout_engine != "in-process":
+        raise ValueError(
+            f"--numerical-parity with --rollout-engine {args.rollout_engine}: operators are compared inside the engine; use in-process"
+        )
     if (args.param_rounding_format or "bf16") == "mxfp8":
         raise ValueError(
             "--numerical-parity with --param-rounding-format mxfp8: the engine's MXFP8 arithmetic is not known; use bf16"
@@ -69,7 +73,9 @@ def compare_operators(policy, engine, prompts: list[list[int]]) -> list[dict]:
     """
     from megatron_sr.rollout.vllm_recording import record_modules
 
-    calls = record_modules(engine, prompts)
+    calls = record_modules(
+        getattr(engine, "engine", engine), prompts
+    )  # without what `--weight-sync delta` puts around it
     found: dict[str, list] = {}
     with torch.no_grad():
         for path, inputs, output in calls:

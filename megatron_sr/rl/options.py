@@ -12,6 +12,7 @@ from megatron_sr.config import add_flags, from_flags
 
 def parser() -> argparse.ArgumentParser:
     """Flags of `python -m megatron_sr.rl.train`."""
+    from megatron_sr.rl.engines import KINDS
     from megatron_sr.rollout.engine import IN_FLIGHT
 
     p = argparse.ArgumentParser(
@@ -48,6 +49,18 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--clip-low", type=float, default=0.2)
     g.add_argument("--clip-high", type=float, default=0.28)
     g.add_argument("--dual-clip", type=float, default=3.0)
+    g.add_argument(
+        "--rollout-engine",
+        choices=KINDS,
+        default="in-process",
+        help="vLLM in every rank's process, in a child of every rank, or on a Ray cluster that the first rank drives",
+    )
+    g.add_argument("--ray-engines", type=int, default=1, help="engines on the Ray cluster")
+    g.add_argument("--ray-cpus", type=float, default=1.0, help="CPUs of each, fractions allowed")
+    g.add_argument("--ray-gpus", type=float, default=0.0, help="GPUs of each, fractions allowed")
+    g.add_argument(
+        "--ray-address", default=None, help="of a running cluster (default: one on this machine, started here)"
+    )
     g.add_argument(
         "--max-staleness",
         type=int,
@@ -138,12 +151,20 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         "pipeline_model_parallel_size",
         "expert_model_parallel_size",
         "eval_prompts",
+        "ray_engines",
     ):
         _at_least(args, name, 1)
     for name in ("save_interval", "main_params_interval", "max_staleness"):
         _at_least(args, name, 0)
+    if args.rollout_engine == "ray":
+        args.weight_sync = "delta"  # always: the engines are not in this process
     if args.delta_zstd and args.weight_sync != "delta":
         raise ValueError("--delta-zstd compresses deltas; add --weight-sync delta")
+    if args.rollout_engine != "in-process" and rounding.format == "mxfp8":
+        raise ValueError(
+            f"--rollout-engine {args.rollout_engine} with --param-rounding-format mxfp8: the engine could not start again after a "
+            f"crash, its MXFP8 start is temporary; use in-process"
+        )
     if args.in_flight != "drain" and not args.max_staleness:
         raise ValueError(
             f"--in-flight {args.in_flight} has no effect without rollouts that run ahead; add --max-staleness K, or leave it out"

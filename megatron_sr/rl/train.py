@@ -46,11 +46,10 @@ def build(args):
     from megatron_sr.megatron.optimizer import apply_param_rounding
     from megatron_sr.rl import numerical_parity
     from megatron_sr.rl.base import load_base
+    from megatron_sr.rl.engines import build_engine
     from megatron_sr.rl.loop import PostTraining
     from megatron_sr.rl.mxfp8 import engine_start
     from megatron_sr.rl.policy import Policy
-    from megatron_sr.rollout.delta import DeltaEngine
-    from megatron_sr.rollout.vllm import VLLMEngine
 
     base = load_base(args.model)
     if args.numerical_parity:
@@ -67,18 +66,9 @@ def build(args):
         base = {name: tensor.clone() for name, tensor in policy.export()}  # sticking counts from the first MXFP8 values
     # The engine comes after Megatron: it joins the default process group instead of making one (facts of vLLM 0.32).
     with engine_start(args.model, rounding.mxfp8) as engine_dir:
-        engine = VLLMEngine(
-            engine_dir,
-            dtype="bfloat16",
-            max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
-            max_num_seqs=min(512, args.prompts * args.completions),
-            max_num_batched_tokens=max(8192, args.max_prompt_tokens + args.max_completion_tokens),
-            seed=0,
-        )
+        engine = build_engine(args, engine_dir)
     if args.numerical_parity:
         numerical_parity.install(policy)
-    if args.weight_sync == "delta":
-        engine = DeltaEngine(engine, zstd=args.delta_zstd)
     return PostTraining(args, policy, rounding, engine, task, tokenizer, base)
 
 

@@ -74,8 +74,8 @@ class RayEngines:
     zstd           compress the weights on the way
     restarts       how often dead engines may be replaced in all; start_timeout: seconds for placement and for an engine's start
 
-    Every completion carries the version of the weights that made it. Raises ImportError without ray, ValueError when the cluster
-    cannot place the engines, EngineDead when one does not start.
+    last: statistics of the last update (`DeltaUpdate.statistics`). Every completion carries the version of the weights that made it.
+    Raises ImportError without ray, ValueError when the cluster cannot place the engines, EngineDead when one does not start.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RayEngines:
         self._sender = DeltaSender(zstd)
         self._model_dir, self._options = str(model_dir), options
         self._restarts, self._start_timeout = restarts, start_timeout
-        self._version, self._change = 0, threading.RLock()
+        self._version, self._change, self.last = 0, threading.RLock(), {}
         self._owns_cluster = self._connect(address, engines * cpus)
         self._place(engines, cpus, gpus, strategy)
         starting = [self._start(i) for i in range(engines)]
@@ -148,6 +148,7 @@ class RayEngines:
             reports = [self._finish(*answer, update.whole, in_flight) for answer in asked]
             if all(report.good for report in reports):
                 self._version = version
+            self.last = update.statistics() | {"whole": update.whole}
         return UpdateReport(
             version,
             reports[0].tensors,
@@ -227,17 +228,8 @@ class RayEngines:
             return False
         if address is not None:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-            return True
-        count = max(
-            os.cpu_count() or 1, int(cpus + 0.999)
-        )  # on one machine more engines than cores are slow, not wrong
-        self._ray.init(
-            num_cpus=count,
-            _node_ip_address="127.0.0.1",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        else:
+            start_local_cluster(cpus)
         return True
 
     def _place(self, engines: int, cpus: float, gpus: float, strategy: str) -> None:
@@ -247,6 +239,8 @@ class RayEngines:
         if not self._group.wait(self._start_timeout):
             have = {k: v for k, v in self._ray.cluster_resources().items() if k in ("CPU", "GPU")}
             self._ray.util.remove_placement_group(self._group)
+            if self._owns_cluster:
+                self._ray.shutdown()
             raise ValueError(
                 f"the Ray cluster cannot place {engines} engines of {bundle} ({strategy}) within {self._start_timeout:.0f} s: it has "
                 f"{have} in all; ask for fewer engines, smaller shares, or strategy PACK"
@@ -302,6 +296,19 @@ class RayEngines:
             digest = self._ray.get(self._actors[i].call.remote("weights_digest"))
             manifest = self._sender.manifest
             return UpdateReport(manifest.version, len(manifest.tensors), [], time.perf_counter() - started, 0.0, digest)
+
+
+def start_local_cluster(cpus: float) -> None:
+    """A Ray cluster of this machine alone, on loopback, with at least so many CPUs by Ray's count; this process is its driver."""
+    ray = _import_ray()
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999)),  # more engines than cores are slow, not wrong
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+        _system_config={"agent_register_timeout_ms": 180_000},  # its 30 s are too few for a busy machine
+    )
 
 
 def _first_line(error) -> str:

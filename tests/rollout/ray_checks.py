@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_sr.rollout.engine import DEAD, SERVING, EngineDead, SamplingConfig, UpdateRefused
 from megatron_sr.rollout.manifest import Manifest
-from megatron_sr.rollout.ray import RayEngines
+from megatron_sr.rollout.ray import RayEngines, start_local_cluster
 from tests.rollout.loop_checks import weights
 from tests.tiny_models import make_checkpoint
 
@@ -113,13 +113,7 @@ def main():
     base = load_file(directory / "model.safetensors")
     import ray
 
-    ray.init(
-        num_cpus=2,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-        include_dashboard=False,
-        log_to_driver=False,
-    )
+    start_local_cluster(2)
     check_placement(directory)
     print("ok placement", flush=True)
     engines = RayEngines(directory, engines=2, cpus=0.5, **OPTIONS)
