@@ -52,6 +52,7 @@ def test_every_field_but_the_stream_has_a_flag_that_sets_it():
     chosen = dict(
         mode="stochastic", seed=3, format="e8m5", noise="fixed", include=("*.weight", "*bias"), exclude=("*norm*",),
         log_interval=10, verify_interval=20, on_mismatch="recompute", save_model="none", mxfp8_columnwise="nearest",
+        mxfp8_scaling="2d",
     )  # fmt: skip
     words = []
     for field, value in chosen.items():

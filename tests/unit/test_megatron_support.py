@@ -11,7 +11,7 @@ from megatron_sr.megatron.support import check_supported
 
 SUPPORTED = dict(
     use_megatron_fsdp=False, use_torch_fsdp2=False,
-    use_precision_aware_optimizer=False, optimizer_cpu_offload=False, optimizer_cuda_graph=False,
+    optimizer_cuda_graph=False,
     fp8=None, fp8_param_gather=False, fp4=None, fp4_param_gather=False, qk_clip=False,
 )  # fmt: skip
 
