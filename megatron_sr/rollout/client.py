@@ -83,6 +83,11 @@ class RemoteEngine:
         check_in_flight(in_flight)
         return send_update([self], self.sender(), tensors, version, in_flight=in_flight)[0]
 
+    def apply_delta(self, data: bytes, *, in_flight: str = DRAIN) -> UpdateReport:
+        """Apply an encoded delta in the engine's process; see `delta.DeltaReceiver.apply`."""
+        check_in_flight(in_flight)
+        return wire.report(self.request("/update/delta", {"data": data, "in_flight": in_flight})["report"])
+
     def sender(self):
         """The transport's end of this engine, made at its first use."""
         if self._sender is None:

@@ -11,8 +11,9 @@ the old and the new.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
 import msgpack
@@ -143,6 +144,7 @@ class DeltaReceiver:
         self._engine = engine
         self._held: dict[str, torch.Tensor] = {}
         self._manifest: Manifest | None = None
+        self._one_at_a_time = threading.Lock()
 
     def apply(self, data: bytes, *, in_flight: str = DRAIN) -> UpdateReport:
         """Apply `DeltaUpdate.to_bytes`. Raises UpdateRefused, the old weights still served, when it does not fit or is damaged."""
@@ -150,12 +152,13 @@ class DeltaReceiver:
             update = DeltaUpdate.from_bytes(data)
         except DeltaDamaged as error:
             raise UpdateRefused(f"update refused: {error}") from error
-        self._check_base(update)
-        tensors = {name: self._decoded(name, record, update) for name, record in update.manifest.tensors.items()}
-        manifest, self._manifest = update.manifest, None  # after a failure only a whole update can follow
-        report = self._engine.update_weights(tensors.items(), update.manifest.version, in_flight=in_flight)
-        if report.good:
-            self._held, self._manifest = tensors, manifest
+        with self._one_at_a_time:
+            self._check_base(update)
+            tensors = {name: self._decoded(name, record, update) for name, record in update.manifest.tensors.items()}
+            self._manifest = None  # after a failure only a whole update can follow
+            report = self._engine.update_weights(tensors.items(), update.manifest.version, in_flight=in_flight)
+            if report.good:
+                self._held, self._manifest = tensors, update.manifest
         return report
 
     def _check_base(self, update: DeltaUpdate) -> None:
@@ -200,22 +203,27 @@ def _encode_chunks(tensor: torch.Tensor, base: torch.Tensor | None, zstd: bool) 
     ]
 
 
-def send(sender: DeltaSender, update: DeltaUpdate, receiver, *, in_flight: str = DRAIN) -> tuple[UpdateReport, bool]:
+def send(
+    sender: DeltaSender, update: DeltaUpdate, apply: Callable, *, in_flight: str = DRAIN
+) -> tuple[UpdateReport, bool]:
     """Give `update`, the last of `sender`, to a receiver, and a whole update in its place when it is refused or breaks off.
 
-    receiver: has `apply` as `DeltaReceiver`. Returns its report, and whether the whole update was needed. Raises UpdateRefused or
-    UpdateFailed when that does not get through either.
+    apply: as `DeltaReceiver.apply`, wherever it runs. Returns its report, and whether the whole update was needed. Raises
+    UpdateRefused or UpdateFailed when that does not get through either.
     """
     try:
-        return receiver.apply(update.to_bytes(), in_flight=in_flight), False
+        return apply(update.to_bytes(), in_flight=in_flight), False
     except (UpdateRefused, UpdateFailed):
         if update.whole:
             raise
-        return receiver.apply(sender.whole().to_bytes(), in_flight=in_flight), True
+        return apply(sender.whole().to_bytes(), in_flight=in_flight), True
 
 
 class DeltaEngine:
     """A `RolloutEngine` whose updates travel as deltas: what `--weight-sync delta` puts around an engine.
+
+    Engines in other processes (`RemoteEngine`, `SubprocessEngine`) are sent the encoded update; for one in this process both ends are
+    here, which saves nothing and measures everything.
 
     last: statistics of the last update (`DeltaUpdate.statistics`, message bytes, seconds of encoding and of decoding + applying).
     """
@@ -223,7 +231,11 @@ class DeltaEngine:
     def __init__(self, engine: RolloutEngine, zstd: bool = False):
         self.engine = engine
         self.last: dict = {}
-        self._sender, self._receiver = DeltaSender(zstd), DeltaReceiver(engine)
+        self._sender, self._receiver = DeltaSender(zstd), None
+        self._apply = getattr(engine, "apply_delta", None)  # the engine's process has a receiver of its own
+        if self._apply is None:
+            self._receiver = DeltaReceiver(engine)
+            self._apply = self._receiver.apply
 
     def update_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, in_flight: str = DRAIN
@@ -232,7 +244,7 @@ class DeltaEngine:
         started = time.perf_counter()
         update = self._sender.encode(tensors, version)
         encoded = time.perf_counter()
-        report, resynced = send(self._sender, update, self._receiver, in_flight=in_flight)
+        report, resynced = send(self._sender, update, self._apply, in_flight=in_flight)
         self.last = {
             **update.statistics(),
             "whole": update.whole or resynced,

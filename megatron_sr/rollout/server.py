@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from megatron_sr.rollout import wire
+from megatron_sr.rollout.delta import DeltaReceiver
 from megatron_sr.rollout.engine import DRAIN, UpdateFailed
 from megatron_sr.rollout.transport import make_receiver
 from megatron_sr.rollout.update_session import UpdateSession
@@ -60,6 +61,7 @@ class EngineServer:
         self._session_id: str | None = None
         self._sessions = threading.Lock()
         self._receiver, self._receiver_is = None, None
+        self._deltas = DeltaReceiver(engine)
         handler = type("Handler", (_Handler,), {"owner": self})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._http = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})(
@@ -149,6 +151,10 @@ class EngineServer:
     def _commit(self, update: str, buckets: int, digest: str) -> dict:
         return {"report": wire.value(self._current(update).commit(buckets, digest))}
 
+    def _delta(self, data: bytes, in_flight: str) -> dict:
+        """A whole update in one request: what changed since the last one (`delta`)."""
+        return {"report": wire.value(self._deltas.apply(data, in_flight=in_flight))}
+
     def _abort(self, update: str, reason: str) -> dict:
         self._current(update).abort(reason)
         return {}
@@ -165,6 +171,7 @@ _METHODS = {
     "/update/bucket": EngineServer._bucket,
     "/update/commit": EngineServer._commit,
     "/update/abort": EngineServer._abort,
+    "/update/delta": EngineServer._delta,
 }
 
 

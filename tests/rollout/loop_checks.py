@@ -3,6 +3,8 @@
 Prints one JSON object with what the checks found; test_delta_engines.py and test_staleness.py assert on it.
 """
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -11,20 +13,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron_sr import cli
 from megatron_sr.megatron.launch import default_to_one_rank
 from megatron_sr.rl.async_rollouts import RolloutQueue
 from megatron_sr.rl.rollouts import Batch, gather, staleness
 from megatron_sr.rl.tasks import Example
+from megatron_sr.rollout.client import RemoteEngine
 from megatron_sr.rollout.delta import DeltaEngine
 from megatron_sr.rollout.engine import SamplingConfig
 from megatron_sr.rollout.manifest import Manifest
+from megatron_sr.rollout.server import EngineServer
 from megatron_sr.rollout.vllm import VLLMEngine
 from tests.tiny_models import make_checkpoint
 
-PROMPTS, N, ITERATIONS, STALENESS = 6, 2, 8, 2
-SAMPLING = SamplingConfig(n=N, max_tokens=48, ignore_eos=True)
+PROMPTS, N, ITERATIONS, STALENESS = 6, 2, 6, 2
+SAMPLING = SamplingConfig(n=N, max_tokens=32, ignore_eos=True)
 
 
 def weights(base, version):
@@ -88,7 +93,7 @@ def check_queue(engine, base, in_flight, offset):
     queue.close()
     # The logprobs are those of the policy that made the sample: the same weights and seeds give them again.
     version = offset + ITERATIONS + 2
-    for batch, groups in batches[2:5]:
+    for batch, groups in batches[2:4]:
         made_by = groups[0][0].version
         if groups[0][0].last_version not in (None, made_by):
             continue
@@ -103,6 +108,37 @@ def check_queue(engine, base, in_flight, offset):
         "asked_again": queue.aborted,
         "replayed": replayed,
     }, version
+
+
+def check_over_http(engine, base, root, version):
+    """Deltas to a server, and `megatron-sr verify --engine` against folders that hold its policy and that do not."""
+    server = EngineServer(engine, port=0).start()
+    remote = DeltaEngine(RemoteEngine(server.url))
+    sizes = []
+    for v in (version, version + 1):
+        sent = weights(base, v)
+        assert remote.update_weights(sent.items(), v).good
+        assert remote.weights_digest() == Manifest.of(sent.items(), 0).digest
+        sizes.append(remote.last["bytes"])
+    codes, printed = {}, io.StringIO()
+    folder = root / "served"
+    folder.mkdir()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        for name, held in (("same", sent), ("other", base)):
+            save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+            codes[name] = cli.main(["verify", "--engine", server.url, "--checkpoint", str(folder)])
+        codes["damaged engine"] = None
+        with engine._requests.exclusive():
+            (model,) = engine._rpc(lambda worker: worker.model_runner.get_model())
+            model.model.norm.weight.data.view(torch.int16)[3] ^= 1
+        save_file(sent, folder / "model.safetensors", metadata={"format": "pt"})
+        codes["damaged engine"] = cli.main(["verify", "--engine", server.url, "--checkpoint", str(folder)])
+        codes["nothing there"] = cli.main(["verify", "--engine", server.url, "--checkpoint", str(root / "none")])
+        codes["no checkpoint"] = cli.main(["verify", "--engine", server.url])
+        server.close()
+        codes["no engine"] = cli.main(["verify", "--engine", "http://127.0.0.1:9", "--checkpoint", str(folder)])
+    assert engine.update_weights(base.items(), version + 2).good
+    return {"sizes": sizes, "codes": codes, "printed": printed.getvalue()}
 
 
 def check_dead_engine_ends_the_wait(engine):
@@ -138,6 +174,7 @@ def main():
             offset = 10
             for in_flight in ("drain", "abort", "keep"):
                 result[in_flight], offset = check_queue(engine, base, in_flight, offset)
+            result["http"] = check_over_http(engine, base, root, offset)
             result["refusing"] = check_dead_engine_ends_the_wait(engine)
         engine.shutdown()
     print("result " + json.dumps(result), flush=True)

@@ -10,7 +10,7 @@ import pytest
 from tests.launch import ROOT
 
 pytestmark = pytest.mark.rollout
-ITERATIONS, SAMPLES, STALENESS = 8, 12, 2  # as in loop_checks.py
+ITERATIONS, SAMPLES, STALENESS = 6, 12, 2  # as in loop_checks.py
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +70,26 @@ def test_point_4_logprobs_are_of_the_policy_that_made_the_sample(found, in_fligh
 
 def test_point_2_an_engine_that_refuses_ends_the_wait(found):
     assert found["refusing"] == ["WeightsUnverified"]
+
+
+def test_point_3_deltas_over_http(found):
+    """The encoded update travels, and the engine's process holds the receiving end."""
+    first, second = found["http"]["sizes"]
+    assert second < 0.2 * first
+
+
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [("same", 0), ("other", 1), ("damaged engine", 1), ("nothing there", 2), ("no checkpoint", 2), ("no engine", 2)],
+)
+def test_point_10_verify_engine(found, case, code):
+    assert found["http"]["codes"][case] == code, found["http"]["printed"]
+
+
+def test_point_10_verify_engine_says_what_it_found(found):
+    printed = found["http"]["printed"]
+    assert "ok: the engine serves exactly this policy" in printed
+    assert "MISMATCH: the engine does not serve this policy" in printed
+    assert "bits differ" in printed
+    assert "model.norm.weight" in printed
+    assert "--engine needs --checkpoint DIR" in printed

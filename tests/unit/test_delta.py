@@ -224,20 +224,20 @@ def test_point_2_updates_that_do_not_fit_are_refused_and_the_old_weights_stay():
 def test_point_2_after_a_failure_all_weights_are_sent(error):
     sender, engine = DeltaSender(), Mock()
     receiver = DeltaReceiver(engine)
-    send(sender, sender.encode(weights(1).items(), 1), receiver)
+    send(sender, sender.encode(weights(1).items(), 1), receiver.apply)
     engine.fails = [error]
-    _, resynced = send(sender, sender.encode(weights(2).items(), 2), receiver)
+    _, resynced = send(sender, sender.encode(weights(2).items(), 2), receiver.apply)
     assert resynced
     assert held(engine, weights(2))
     engine.good = False  # the engine's read-back differs: its report says so, and the next update must not build on it
-    report, resynced = send(sender, sender.encode(weights(3).items(), 3), receiver)
+    report, resynced = send(sender, sender.encode(weights(3).items(), 3), receiver.apply)
     assert not report.good
     engine.good = True
-    _, resynced = send(sender, sender.encode(weights(4).items(), 4), receiver)
+    _, resynced = send(sender, sender.encode(weights(4).items(), 4), receiver.apply)
     assert resynced
     assert held(engine, weights(4))
     restarted = DeltaReceiver(Mock())  # a new engine process has no base
-    _, resynced = send(sender, sender.encode(weights(5).items(), 5), restarted)
+    _, resynced = send(sender, sender.encode(weights(5).items(), 5), restarted.apply)
     assert resynced
 
 
