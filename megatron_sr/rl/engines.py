@@ -97,10 +97,19 @@ class SharedEngine:
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, in_flight: str = DRAIN
     ) -> UpdateReport:
         """See `RolloutEngine.update_weights`."""
+        remaining = iter(tensors)
+
+        def update():
+            try:
+                return self._engine.update_weights(remaining, version, in_flight=in_flight)
+            finally:
+                for _ in remaining:  # an export is collective: the other ranks are in it to its end
+                    pass
+
         if self._engine is None:
-            for _ in tensors:
+            for _ in remaining:
                 pass
-        return self._everywhere(lambda: self._engine.update_weights(tensors, version, in_flight=in_flight))
+        return self._everywhere(update)
 
     def pause(self, in_flight: str = DRAIN) -> None:
         """See `RolloutEngine.pause`."""
