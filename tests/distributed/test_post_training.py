@@ -229,6 +229,21 @@ def test_points_3_and_4_rollouts_ahead_with_delta_sync(tmp_path):
     assert records[-1]["unchanged"] < 1
 
 
+def test_point_5_job_with_engines_on_ray(tmp_path):
+    """The first rank drives two actors for both ranks; rollouts run ahead in actors while the ranks train."""
+    pytest.importorskip("ray", reason="engines on Ray need ray: pip install 'megatron-sr[ray]'")
+    records = job(
+        "--param-rounding", "stochastic", "--iterations", 3, "--max-staleness", 1, "--rollout-engine", "ray",
+        "--ray-engines", 2, "--ray-cpus", 0.5, metrics=tmp_path / "m.jsonl", env={"RAY_USAGE_STATS_ENABLED": "0"},
+    )  # fmt: skip
+    # 4 syncs x 25 tensors, counted by both ranks
+    assert records[-1]["parity"] == {"syncs": 4, "tensors": 200, "mismatched_tensors": 0}
+    assert [r["delta"]["whole"] for r in records[1:]] == [False] * 3
+    assert records[1]["staleness"] == {"0": 64}
+    assert all(set(r["staleness"]) <= {"0", "1"} for r in records[1:])
+    assert 0 < records[1]["logprob_gap_mean"] < 0.02
+
+
 def test_moe_with_expert_parallelism(tmp_path):
     moe = tmp_path / "moe"
     subprocess.run(

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -89,6 +90,7 @@ def check_queue(engine, base, in_flight, offset):
         assert complete, "a completion was cut off"
         batches.append((batch, groups))
         version = offset + iteration + 2
+        time.sleep(0.03)  # "training": the later batches are being decoded now
         assert engine.update_weights(weights(base, version).items(), version, in_flight=in_flight).good
     queue.close()
     # The logprobs are those of the policy that made the sample: the same weights and seeds give them again.
