@@ -52,16 +52,15 @@ class DeepSpeedRounding:
     def __init__(self, engine, config: ParamRounding, identities: dict | None):
         self.config, self.step = config, 0
         self._engine, self._inner = engine, engine.basic_optimizer
-        self._load, engine.load_checkpoint = engine.load_checkpoint, self.load_checkpoint
-        self._site: Site | None = None
-        if config.mode == "nearest":
-            return
         self._names, self._identities = engine.param_names, identities
-        self._check_globs()
-        self._site = site_of(engine.optimizer, self._identity, config, lambda: self.step)
-        self._site.install()
-        self._step, engine.optimizer.step = engine.optimizer.step, self.optimizer_step
-        self._set_step(0)
+        self._site: Site | None = None
+        if config.mode != "nearest":
+            self._check_globs()
+            self._site = site_of(engine.optimizer, self._identity, config, lambda: self.step)
+            self._site.install()
+            self._step, engine.optimizer.step = engine.optimizer.step, self.optimizer_step
+            self._set_step(0)
+        self._load, engine.load_checkpoint = engine.load_checkpoint, self.load_checkpoint
 
     def state_dict(self) -> dict:
         """The rounding state. It already rides in the optimizer's own state: needed only to look at it."""

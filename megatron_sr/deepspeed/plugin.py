@@ -38,8 +38,9 @@ def config_of(settings) -> ParamRounding:
 
 def _init(self, *args, **kwargs):
     _make(self, *args, **kwargs)
-    if KEY in self.config:
-        enable(self, config_of(self.config[KEY]))
+    settings = self._config._param_dict  # `self.config` may be the name of a file
+    if KEY in settings:
+        enable(self, config_of(settings[KEY]))
 
 
 DeepSpeedEngine.__init__ = _init

@@ -29,7 +29,7 @@ def _given(*path: str):
     """Whether the DeepSpeed config has a true value there."""
 
     def found(engine):
-        value = engine.config
+        value = engine._config._param_dict
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         return value

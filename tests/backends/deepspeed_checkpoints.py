@@ -20,6 +20,7 @@ from tests.backends.deepspeed_job import (
     refusal,
     rounded,
     same,
+    share_changed_by_rounding,
     train,
     weights,
 )
@@ -37,10 +38,11 @@ def resume(folder: Path) -> dict:
         engine, _ = make_engine(kind, adamw)
         train(engine, 1, 2)
         saved = weights(engine)
-        engine.save_checkpoint(folder / kind, tag="2", client_state={"mine": 1})
+        share = share_changed_by_rounding(saved, main_params(engine))
+        engine.save_checkpoint(str(folder / kind), tag="2", client_state={"mine": 1})
         train(engine, 3, 4)
         resumed, rounding = make_engine(kind, adamw)
-        _, client_state = resumed.load_checkpoint(folder / kind)
+        _, client_state = resumed.load_checkpoint(str(folder / kind))
         loaded, step = weights(resumed), rounding.step
         train(resumed, 3, 4)
         results[kind] = {
@@ -48,7 +50,7 @@ def resume(folder: Path) -> dict:
             "step": step,
             "client state": client_state["mine"],
             "continued": same(weights(resumed), weights(engine)),
-            "not nearest": not same(saved, {name: main.bfloat16() for name, main in main_params(resumed).items()}),
+            "not nearest": share,
         }
     return results
 
@@ -57,11 +59,11 @@ def loads(folder: Path) -> dict:
     """Checkpoints of `resume` under another configuration, and one of a run without rounding."""
     plain, _ = make_engine("ZeRO 3", adamw, rounding=None)
     train(plain, 1, 2)
-    plain.save_checkpoint(folder / "plain", tag="2")
+    plain.save_checkpoint(str(folder / "plain"), tag="2")
 
     def load(config, where, **how):
         engine, rounding = make_engine("ZeRO 3", adamw, config)
-        return refusal(lambda: engine.load_checkpoint(folder / where, **how)), engine, rounding
+        return refusal(lambda: engine.load_checkpoint(str(folder / where), **how)), engine, rounding
 
     other_seed, _, kept = load(sr.ParamRounding(seed=6), "ZeRO 3")
     _, anew, recomputed = load(sr.ParamRounding(seed=6, on_mismatch="recompute"), "ZeRO 3")
@@ -73,7 +75,7 @@ def loads(folder: Path) -> dict:
     return {
         "another seed": other_seed,
         "another seed, step": kept.step,
-        "recompute": [recomputed.step, not same(weights(anew), rounded(main_params(anew), 2))],
+        "recompute": [recomputed.step, same(weights(anew), rounded(main_params(anew), 2, seed=6))],
         "nearest from stochastic": [turned_off.step, same(weights(off), nearest)],
         "nearest keeps no state": "param_rounding" not in off.basic_optimizer.param_groups[0],
         "stochastic from plain": [turned_on.step, same(weights(on), rounded(main_params(on), 2))],
@@ -92,11 +94,12 @@ def exports(folder: Path) -> dict:
         settings = {"stage3_gather_16bit_weights_on_model_save": True} if kind == "ZeRO 3" else {}
         engine, _ = make_engine(kind, adamw, zero=settings)
         train(engine, 1, 2)
-        engine.save_checkpoint(folder / "exports" / kind, tag="2")
-        engine.save_16bit_model(folder / "exports" / kind)
+        engine.save_checkpoint(str(folder / "exports" / kind), tag="2")
+        engine.save_16bit_model(str(folder / "exports" / kind))
         whole, mains = weights(engine), main_params(engine)
+        dist.barrier()  # rank 0 writes
         saved = torch.load(folder / "exports" / kind / "pytorch_model.bin")
-        restored = get_fp32_state_dict_from_zero_checkpoint(folder / "exports" / kind)
+        restored = get_fp32_state_dict_from_zero_checkpoint(str(folder / "exports" / kind))
         results[kind] = {
             "save_16bit_model": same(dict(saved), whole),
             "zero_to_fp32": same(dict(restored), mains),
@@ -111,7 +114,7 @@ def universal_save(folder: Path) -> dict:
     for kind in UNIVERSAL:
         engine, _ = make_engine(kind, adamw)
         train(engine, 1, 2)
-        engine.save_checkpoint(folder / "universal" / kind, tag="2")
+        engine.save_checkpoint(str(folder / "universal" / kind), tag="2")
         results[kind] = {"digest": digest(weights(engine))}
         if dist.get_rank() == 0:
             convert(folder / "universal" / kind)
@@ -123,10 +126,9 @@ def convert(folder: Path) -> None:
     ds_to_universal.main(
         Namespace(
             input_folder=str(folder / "2"), output_folder=str(folder / "2_universal"), num_extract_workers=1, num_merge_workers=1,
-            keep_temp_folder=False, strict=True, inject_missing_state=False,
+            keep_temp_folder=False, strict=True, inject_missing_state=True,
         )
     )  # fmt: skip
-    (folder / "latest_universal").write_text("2_universal")
 
 
 def universal_load(folder: Path) -> dict:
@@ -134,7 +136,7 @@ def universal_load(folder: Path) -> dict:
     results = {}
     for kind in UNIVERSAL:
         engine, rounding = make_engine(kind, adamw, checkpoint={"load_universal": True})
-        engine.load_checkpoint(folder / "universal" / kind)
+        engine.load_checkpoint(str(folder / "universal" / kind))
         step, loaded = rounding.step, digest(weights(engine))
         train(engine, 3)
         results[kind] = {

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from deepspeed.utils import safe_set_full_fp32_param
 
 import megatron_sr as sr
 from megatron_sr.coordinates import Segment
+from megatron_sr.deepspeed import enable
 from tests.backends import deepspeed_checkpoints
 from tests.backends.deepspeed_job import (
     CONFIG,
@@ -161,32 +163,67 @@ def from_json(folder: Path) -> dict:
 
 
 def refused(folder: Path) -> dict:
-    """Combinations that cannot be right."""
+    """Combinations that cannot be right: the rounding's own, and settings of DeepSpeed.
 
-    def attempt(kind="ZeRO 1", rounding=CONFIG, **settings):
-        return refusal(lambda: make_engine(kind, adamw, rounding, **settings))
+    Most of the latter DeepSpeed itself starts on GPUs only, so they are put into the configuration of an engine that has started.
+    """
+    engine, _ = make_engine("ZeRO 1", adamw, rounding=None)
+    config = engine._config
 
-    zenflow = {"topk_ratio": 0.1, "update_interval": 1, "select_strategy": "step", "select_interval": 1}
-    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    weight_quantization = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
-    return {
-        "master weights in BF16": attempt(
-            "ZeRO 2",
-            zero=offload,
-            bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    def own(**fields):
+        return refusal(lambda: enable(engine, sr.ParamRounding(**fields)))
+
+    def setting(owner: dict, **values):
+        before = {name: owner.get(name) for name in values}
+        owner.update(values)
+        message = own()
+        owner.update(before)
+        return message
+
+    nvme = SimpleNamespace(device="nvme")
+    on = {"enabled": True}
+    zero, bf16, settings = vars(config.zero_config), vars(config.bfloat16_config), config._param_dict
+    results = {
+        "format": own(format="fp16"),
+        "mxfp8": own(format="mxfp8"),
+        "save_model": own(save_model="none"),
+        "verify_interval": own(verify_interval=1),
+        "glob": own(include=("frist.*",)),
+        "version": refusal_of_version(own),
+        "bf16_master_weights_and_grads": setting(bf16, bf16_master_weights_and_grads=True),
+        "zenflow": setting(zero, zenflow=object()),
+        "offload_param to NVMe": setting(zero, offload_param=nvme),
+        "offload_optimizer to NVMe": setting(zero, offload_optimizer=nvme),
+        "zero_quantized_weights": setting(zero, zero_quantized_weights=True),
+        "elastic_checkpoint": setting(zero, elastic_checkpoint=True),
+        "MiCS": setting(settings, zero_optimization={"mics_shard_size": 2}),
+        "quantize_training": setting(settings, quantize_training=on),
+        "compression_training": setting(
+            settings, compression_training={"weight_quantization": {"shared_parameters": on}}
         ),
-        "no 16-bit params": attempt("none", bf16={"enabled": False}),
-        "torch_autocast": attempt(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
-        "elastic checkpoints": attempt(zero={"elastic_checkpoint": True}),
-        "quantized weights": attempt("ZeRO 3", zero={"zero_quantized_weights": True}),
-        "compression": attempt(compression_training=weight_quantization),
-        "quantize_training": attempt(quantize_training={"enabled": True}),
-        "ZenFlow": attempt("ZeRO 2", zero={**offload, "zenflow": zenflow}),
-        "format": attempt(rounding=sr.ParamRounding(format="fp16")),
-        "mxfp8": attempt(rounding=sr.ParamRounding(format="mxfp8")),
-        "save_model": attempt(rounding=sr.ParamRounding(save_model="none")),
-        "glob": attempt(rounding=sr.ParamRounding(include=("frist.*",))),
+        "legacy_fusion": setting(vars(config), optimizer_legacy_fusion=True),
+        "MoE": setting(vars(engine), has_moe_layers=True),
+        "pipeline": setting(vars(engine), pipeline_parallelism=True),
+        "tensor parallelism": setting(vars(engine), mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 2)),
+        "afterwards": own(),
+        "no 16-bit params": refusal(lambda: make_engine("none", adamw, bf16={"enabled": False})),
+        "torch_autocast": refusal(
+            lambda: make_engine(
+                "ZeRO 1", adamw, bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}
+            )
+        ),
     }
+    return results
+
+
+def refusal_of_version(attempt) -> str | None:
+    import deepspeed
+
+    version, deepspeed.__version__ = deepspeed.__version__, "0.21.0"
+    try:
+        return attempt()
+    finally:
+        deepspeed.__version__ = version
 
 
 def as_megatron(folder: Path) -> dict:
