@@ -17,6 +17,8 @@ from functools import wraps
 
 import torch
 
+PROBE_LIMIT = 1 << 33  # products: about half a second of one core
+
 
 def pack_experts_on_reload() -> None:
     """Make CPU MoE reloads pack their weights (fault 1). Safe to call twice; nothing changes on other devices."""
@@ -42,6 +44,29 @@ def pack_experts_on_reload() -> None:
             pack(layer)
 
     method._setup_kernel = setup_kernel
+
+
+def keep_large_linears_plain() -> None:
+    """Let vLLM's CPU linears of more than PROBE_LIMIT products keep their weight as it is, instead of behind a oneDNN handle.
+
+    Not a fault but a lack: such a handle is read back by multiplying with the identity, K * K * N products, which for large layers
+    takes minutes. vLLM itself falls back to torch's linear when a handle cannot be made, and that path is taken. Call it before the
+    model is loaded; safe to call twice.
+    """
+    from vllm import _custom_ops
+
+    original = _custom_ops.create_onednn_mm
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def create(weight, *arguments, **keywords):
+        k, n = weight.shape
+        if k * k * n > PROBE_LIMIT:
+            raise RuntimeError(f"megatron-sr keeps a weight of {n} x {k} plain, so that it can be read back in time")
+        return original(weight, *arguments, **keywords)
+
+    _custom_ops.create_onednn_mm = create
 
 
 def reload_weights(runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -5,6 +5,7 @@
 | plain parameters (embedding, norms, biases; every linear on GPU) | a look at the tensor | bits |
 | CPU linears packed for AMX (`convert_weight_packed`, up to 1 MiB) | undoing the learnt permutation | bits |
 | CPU linears behind a oneDNN handle (and any other operator) | probing the live operator with the identity | values |
+| CPU linears too large to be probed (`vllm_faults.keep_large_linears_plain`), or where oneDNN has no BF16 | a look at the tensor | bits |
 | CPU MoE experts (`prepack_moe_weight`: amx, vec, neon, vsx) | undoing the learnt permutation | bits |
 | MoE experts of the Triton backend on GPU | a look at the tensor | bits |
 | MXFP8 linears and experts of vLLM's emulation, and their scales | the codes that the values stand for: `vllm_mxfp8` | bits |

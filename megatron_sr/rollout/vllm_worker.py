@@ -16,7 +16,7 @@ from megatron_sr.rollout.shared_memory import SharedTensors
 from megatron_sr.rollout.vllm_readback import live_views
 from megatron_sr.rollout.vllm_shards import local_part
 
-EXTENSION = f"{__name__}.WeightsWorker"
+EXTENSION = "megatron_sr.rollout.vllm_extension.WeightsWorker"
 
 
 class WeightsWorker:
@@ -33,7 +33,9 @@ class WeightsWorker:
             mxfp8_audit.check(rows, "its config.json")
         self._sr_rank = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._sr_kv_heads = config.num_key_value_heads
-        whole = {n: torch.empty(shape, device="meta") for n, (shape, _) in mxfp8_layout.expected_tensors(config).items()}
+        whole = {
+            n: torch.empty(shape, device="meta") for n, (shape, _) in mxfp8_layout.expected_tensors(config).items()
+        }
         self._sr_shapes = {name: tuple(self.sr_part(name, tensor).shape) for name, tensor in whole.items()}
         self._sr_held: Held | None = None
         self.sr_views()

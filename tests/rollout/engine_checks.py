@@ -314,6 +314,25 @@ def check_amx_layouts(engine):
         live_views(tree(f"{prefix}.routed_experts", experts), shapes)
 
 
+def check_large_linears(engine):
+    """Linears too large to be probed stay plain. FP32, which oneDNN has on every processor; the limit lowered to a small layer's."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    def linear(rows, columns):
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.randn(rows, columns), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        return layer
+
+    limit, vllm_faults.PROBE_LIMIT = vllm_faults.PROBE_LIMIT, 64 * 64 * 32
+    packed, plain = linear(32, 64), linear(33, 64)
+    vllm_faults.PROBE_LIMIT = limit
+    assert packed.cpu_linear.__closure__, "oneDNN was not used, so this proves nothing"
+    assert not packed.weight.numel()
+    assert not plain.cpu_linear.__closure__
+    assert plain.weight.shape == (33, 64)
+
+
 def check_fresh_engine(directory, weights, after_update):
     """Logprobs after live updates equal those of an engine that loaded the same weights from disk: difference 0.0."""
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -349,6 +368,7 @@ def check_family(family, directory):
     if family == "dense":
         holds(check_sampling)
         holds(check_amx_layouts)
+        holds(check_large_linears)
     for check in (check_updates, check_flipped_bits):
         holds(check, base)
     if family != "moe-padded":

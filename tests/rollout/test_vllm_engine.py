@@ -23,6 +23,7 @@ CHECKS = {
     "faults-are-seen": ("tied-bias", "moe"),
     "sampling": ("dense",),
     "amx-layouts": ("dense",),
+    "large-linears": ("dense",),
 }
 
 
