@@ -13,7 +13,7 @@ from megatron_sr.megatron import checkpoint
 from megatron_sr.megatron.checkpoint_index import COMPOSED, INDEX, read_index
 from megatron_sr.megatron.checkpoint_model import SAVE_MODEL
 from megatron_sr.megatron.checkpoint_reader import CheckpointReader, Chunk, DamagedCheckpoint, walk
-from megatron_sr.megatron.identity import composed_by_name, region
+from megatron_sr.megatron.identity import region
 from megatron_sr.megatron.recompute import Piece
 
 _NAMED_MAIN = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
@@ -69,7 +69,6 @@ class Sources:
         self._buckets = {key: m for key in reader.tensors if (m := _BUCKET_MAIN.fullmatch(key))}
         self._indices = self._read_indices()
         self._model = {k: t for k, t in reader.tensors.items() if t.dtype in _ROUNDED and not _OPTIMIZER.search(k)}
-        self._whole = composed_by_name({key: _numel(tensor.shape) for key, tensor in self._model.items()})
         self._stored: dict[str, list[str]] = {}  # logical tensor -> the keys that it is stored under
         for key in self._model:
             self._stored.setdefault(self._logical(key)[0], []).append(key)
@@ -130,12 +129,10 @@ class Sources:
             raise DamagedCheckpoint(
                 f"{key} has shape {tensor.shape}, its main params {self.reader.tensors[main].shape}"
             )
-        name, start = self._whole[key]
         for chunk in tensor.chunks:
-            places = region(chunk.shape, chunk.offset, tensor.shape)
             yield Piece(
-                name,
-                [place._replace(global_start=place.global_start + start) for place in places],
+                self._logical(key)[0],
+                self._segments(key, chunk),
                 self.reader.chunk(key, chunk).contiguous().view(-1),
                 self.reader.region(main, *chunk).float().contiguous().view(-1),
                 chunk.shape,

@@ -109,36 +109,24 @@ def _identity(entries: list[tuple[int, object]], parameter: torch.nn.Parameter, 
 
 
 def _compose(found: dict[str, list[Segment]], sizes: dict[str, int]) -> Identity:
-    """One logical tensor from the tensors that a checkpoint splits a parameter into; see `composed`."""
-    where = composed(sizes)
-    segments = [s._replace(global_start=s.global_start + where[key][1]) for key, own in found.items() for s in own]
-    return Identity(next(iter(where.values()))[0], sorted(segments))
-
-
-def composed(sizes: dict[str, int]) -> dict[str, tuple[str, int]]:
-    """Key -> (key of the logical tensor that the tensors of `sizes` make up, where this one starts in it).
+    """One logical tensor from the tensors that a checkpoint splits a parameter into. sizes: their elements, whole.
 
     Mamba's and Gated DeltaNet's input projection is stored as "...in_proj.weight.z", ".x" and so on, a fused MLA projection under the
     names of its halves. These lie one after the other, whole, in the order of their names, in a logical tensor named
-    "...in_proj.weight" (or "first+second"). sizes: key -> elements of the whole stored tensor.
+    "...in_proj.weight" (or "first+second"): the same in every layout.
     """
-    keys, start, where = sorted(sizes), 0, {}
-    stems = {key.rpartition(".")[0] for key in keys}
-    name = keys[0] if len(keys) == 1 else stems.pop() if len(stems) == 1 else "+".join(keys)
-    for key in keys:
-        where[key] = (name, start)
+    if len(found) == 1:
+        ((key, segments),) = found.items()
+        return Identity(key, sorted(segments))
+    segments, parts, start = [], [], 0
+    for key in sorted(found):
+        segments += [s._replace(global_start=s.global_start + start) for s in found[key]]
+        parts.append((key, start))
         start += sizes[key]
-    return where
-
-
-def composed_by_name(sizes: dict[str, int]) -> dict[str, tuple[str, int]]:
-    """As `composed`, for all the tensors of a stored model: "...weight.query" and "...weight.key" are parts of "...weight"."""
-    groups: dict[str, dict[str, int]] = {}
-    for key, size in sizes.items():
-        stem = key.rpartition(".")[0]
-        split = stem.rpartition(".")[2] in ("weight", "bias")
-        groups.setdefault(stem if split else key, {})[key] = size
-    return {key: place for group in groups.values() for key, place in composed(group).items()}
+    stems = {key.rpartition(".")[0] for key in found}
+    identity = ComposedIdentity(stems.pop() if len(stems) == 1 else "+".join(sorted(found)), sorted(segments))
+    identity.parts = tuple(parts)
+    return identity
 
 
 def _sharded_tensors(entry) -> list:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sr.coordinates import check_cover
-from megatron_sr.megatron.identity import _segments, composed, composed_by_name
+from megatron_sr.coordinates import Segment, check_cover
+from megatron_sr.megatron.identity import Identity, _compose, _segments
 
 
 def entry(data: torch.Tensor, global_shape, global_offset, prepend_axis_num=0):
@@ -96,18 +96,11 @@ def test_a_transposed_entry_is_refused_by_name():
 
 def test_tensors_that_a_checkpoint_splits_make_up_one_in_the_order_of_their_names():
     stem = "decoder.layers.0.mixer.in_proj.weight"
-    assert composed({"a.weight": 6}) == {"a.weight": ("a.weight", 0)}
-    assert composed({f"{stem}.z": 8, f"{stem}.B": 4, f"{stem}.x": 2}) == {
-        f"{stem}.B": (stem, 0), f"{stem}.x": (stem, 4), f"{stem}.z": (stem, 6),
-    }  # fmt: skip
-    assert composed({"kv_down.weight": 3, "q_down.weight": 5}) == {
-        "kv_down.weight": ("kv_down.weight+q_down.weight", 0), "q_down.weight": ("kv_down.weight+q_down.weight", 3),
-    }  # fmt: skip
-
-
-def test_a_stored_model_tells_by_its_names_what_makes_up_what():
-    sizes = {"l.conv.bias.x": 2, "l.conv.bias.B": 3, "l.fc.weight": 7, "l.fc.bias": 1}
-    assert composed_by_name(sizes) == {
-        "l.conv.bias.B": ("l.conv.bias", 0), "l.conv.bias.x": ("l.conv.bias", 3),
-        "l.fc.weight": ("l.fc.weight", 0), "l.fc.bias": ("l.fc.bias", 0),
-    }  # fmt: skip
+    found = {f"{stem}.z": [Segment(0, 4, 4)], f"{stem}.B": [Segment(4, 2, 2)]}  # the second half of each
+    identity = _compose(found, {f"{stem}.z": 8, f"{stem}.B": 4})
+    assert identity == (stem, [(0, 4, 8, 1, 1), (4, 2, 2, 1, 1)])
+    assert identity.parts == ((f"{stem}.B", 0), (f"{stem}.z", 4))
+    key, _ = _compose({"q_down.weight": [Segment(0, 5, 0)], "kv_down.weight": [Segment(5, 3, 0)]}, dict.fromkeys(
+        ("q_down.weight", "kv_down.weight"), 5))  # fmt: skip
+    assert key == "kv_down.weight+q_down.weight"
+    assert type(_compose({"a.weight": [Segment(0, 6, 0)]}, {"a.weight": 6})) is Identity
