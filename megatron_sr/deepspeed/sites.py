@@ -15,6 +15,9 @@ Source: deepspeed/runtime, 0.19.8.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -75,15 +78,15 @@ class Site:
         """Whether there are model params that the step with this number did not round."""
         return any(rounding.written != step for rounding in self.roundings.values())
 
-    def _place(self, tensors: list, i: int, main: torch.Tensor, fragments, number: tuple) -> None:
+    def _place(self, tensors: list, i: int, main: torch.Tensor, fragments: Callable, number: tuple) -> None:
         """Put a place over the model params tensors[i], unless it is there.
 
-        fragments  gives (param, position of its element `low` in the partition, low, high) of all parts of params in it.
+        fragments  called for (param, position of its element `low` in the partition, low, high) of all parts of params in it.
         """
         if isinstance(tensors[i], RoundedPlace):
             return
         pieces = []
-        for param, at, low, high in fragments:
+        for param, at, low, high in fragments():
             key, segments = self._identity(param)
             if low < high:
                 pieces.append((key, [s._replace(local_start=s.local_start + at) for s in clip(segments, low, high)]))
@@ -106,13 +109,13 @@ class Zero12(Site):
         optimizer = self.optimizer
         for group, main in enumerate(optimizer.single_partition_of_fp32_groups):
             rank = comm.get_rank(group=optimizer.real_dp_process_group[group])
-            fragments = list(
-                _cut(
-                    optimizer.round_robin_bit16_groups[group],
-                    optimizer.round_robin_bit16_offsets[group],
-                    rank * optimizer.partition_size[group],
-                    optimizer.partition_size[group],
-                )
+            size = optimizer.partition_size[group]
+            fragments = functools.partial(
+                _cut,
+                optimizer.round_robin_bit16_groups[group],
+                optimizer.round_robin_bit16_offsets[group],
+                rank * size,
+                size,
             )
             self._place(optimizer.parallel_partitioned_bit16_groups[group], rank, main, fragments, (group, "model"))
             if optimizer.cpu_offload:
@@ -135,11 +138,12 @@ class Bf16(Site):
         optimizer = self.optimizer
         for group, main in enumerate(optimizer.fp32_groups_flat_partition):
             rank = comm.get_rank(group=optimizer.real_dp_process_group[group])
-            params, offsets = optimizer.bf16_groups[group], [0]
-            for param in params:
-                offsets.append(offsets[-1] + param.numel())
-            fragments = _cut(params, offsets, rank * main.numel(), main.numel())
+            fragments = functools.partial(self._fragments, group, rank * main.numel(), main.numel())
             self._place(optimizer.bf16_partitioned_groups[group], rank, main, fragments, (group,))
+
+    def _fragments(self, group: int, first: int, size: int):
+        params = self.optimizer.bf16_groups[group]
+        return _cut(params, itertools.accumulate((p.numel() for p in params), initial=0), first, size)
 
     def recompute(self) -> None:
         self.optimizer.update_lp_params()
@@ -149,7 +153,9 @@ class Zero3(Site):
     def install(self) -> None:
         optimizer = self.optimizer
         for group, main in enumerate(optimizer.fp32_partitioned_groups_flat):
-            self._place(optimizer.fp16_partitioned_groups_flat, group, main, self._fragments(group), (group,))
+            self._place(
+                optimizer.fp16_partitioned_groups_flat, group, main, functools.partial(self._fragments, group), (group,)
+            )
 
     def _fragments(self, group: int):
         """ZeRO 3 cuts every parameter by itself, in equal parts; the last rank's may end in padding."""
