@@ -66,6 +66,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._class, self._options, self._model, self._identities = optimizer_class, options, model, identities
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(groups, template.defaults)
+        self._check_names()
         self._store()
 
     # --- stepping
@@ -148,19 +149,12 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _build(self) -> None:
         """Make main params of the params as they are now, and the inner optimizer on them."""
-        names, pieces, self._mains = names_of(self._model), [], {}
+        keys, pieces, self._mains = self._keys(), [], {}
         for param in (p for group in self.param_groups for p in group["params"]):
-            if self._identities is None and param not in names:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model, so it has no name; "
-                    "pass the model that owns it"
-                )
             self._mains[param] = param
-            if param.dtype in _LOW_PRECISION:
-                name = names.get(param, "")
-                key, segments = (
-                    self._identities[param] if self._identities is not None else (name, segments_of(param, name))
-                )
+            if param in keys:
+                key = keys[param]
+                segments = segments_of(param, key) if self._identities is None else self._identities[param][1]
                 if not local(param).is_contiguous():
                     raise ValueError(
                         f"parameter {key} is not contiguous (strides {local(param).stride()}); make it so: .contiguous()"
@@ -181,14 +175,28 @@ class MasterWeights(torch.optim.Optimizer):
         self._fused = (
             FusedAdamW(self._inner, self._rounding) if can_fuse(self._inner) and devices <= {"cpu", "cuda"} else None
         )
-        self._check_globs(pieces)
         self._share_state()
 
-    def _check_globs(self, pieces: list[Piece]) -> None:
-        unmatched = self.rounding.unmatched([piece.key for piece in pieces])
+    def _keys(self) -> dict[torch.nn.Parameter, str]:
+        """Parameter -> key of its whole tensor, for the low-precision ones."""
+        params = [p for group in self.param_groups for p in group["params"] if p.dtype in _LOW_PRECISION]
+        if self._identities is not None:
+            return {p: self._identities[p][0] for p in params}
+        names = names_of(self._model)
+        for param in params:
+            if param not in names:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model, so it has no name; "
+                    "pass the model that owns it"
+                )
+        return {p: names[p] for p in params}
+
+    def _check_names(self) -> None:
+        keys = list(self._keys().values())
+        unmatched = self.rounding.unmatched(keys)
         if unmatched:
             raise ValueError(
-                f"{FLAGS['include']}/{FLAGS['exclude']}: {', '.join(unmatched)} match no parameter; names are such as {pieces[0].key}"
+                f"{FLAGS['include']}/{FLAGS['exclude']}: {', '.join(unmatched)} match no parameter; names are such as {keys[0]}"
             )
 
     @torch.no_grad()
@@ -321,6 +329,9 @@ class MasterWeights(torch.optim.Optimizer):
             state = self._inner.state.get(main, {})
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].zero_()
+        for ours, inner in zip(self.param_groups, self._inner.param_groups):
+            for key in inner.keys() - ours.keys():  # a step that is counted by group
+                del inner[key]
         self._share_state()
         self._rounding.refresh()
         self._rounding.written()

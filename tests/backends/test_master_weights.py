@@ -7,13 +7,21 @@ import io
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 import megatron_sr as sr
 from megatron_sr.coordinates import check_cover
 from megatron_sr.fsdp.coordinates import box, names_of
+from megatron_sr.megatron.fused_adam import FusedAdam
 from tests.backends.sharded_model import SEED, Model, digests, keyed, make, rounded_wrongly, run
 
 CLASSES = [
@@ -314,6 +322,41 @@ def test_state_dict_continues_bit_for_bit(optimizer, model_first):
     assert digests(other, resumed) == digests(model, opt)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoint_of_one_process(optimizer, flat, tmp_path):
+    """`get_state_dict` asks a new optimizer for its state by a step without gradients: that one is not counted."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model = Model()
+    opt = make(model, optimizer)
+    run(model, opt, 1, 2)
+    weights, state = get_state_dict(model, opt, options=options)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    run(model, opt, 3)
+    other = Model()
+    resumed = make(other, optimizer)
+    weights, state = get_state_dict(other, resumed, options=options)
+    assert resumed.steps == 0
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=state, options=options)
+    assert resumed.steps == 2
+    run(other, resumed, 3)
+    assert digests(other, resumed) == digests(model, opt)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "FusedAdam"])
+def test_asking_a_new_optimizer_for_its_state_changes_nothing(optimizer):
+    """FusedAdam counts its steps by param group."""
+    kind = FusedAdam if optimizer == "FusedAdam" else getattr(torch.optim, optimizer)
+    models = [two_layers(), two_layers()]
+    asked, plain = (master(model, kind) for model in models)
+    get_optimizer_state_dict(models[0], asked)
+    for model, opt in zip(models, (asked, plain)):
+        run(model, opt, 1, 2)
+    assert asked.steps == 2
+    assert digests(models[0], asked) == digests(models[1], plain)
+
+
 def test_weights_loaded_after_the_optimizer_was_made_are_trained():
     model, other = Model(), Model()
     opt = make(model)
@@ -377,9 +420,9 @@ def test_c6_what_cannot_be_honoured_is_refused():
     for field, value in (("log_interval", 5), ("verify_interval", 5), ("save_model", "none")):
         refused("is not for MasterWeights", lambda f=field, v=value: master(two_layers(), rounding=config(**{f: v})))
     refused("match no parameter; names are such as 0.weight",
-            lambda: master(two_layers(), rounding=config(exclude="*nrom*")).main_params())  # fmt: skip
+            lambda: master(two_layers(), rounding=config(exclude="*nrom*")))  # fmt: skip
     other = two_layers()
-    refused("is not in the model", lambda: master(two_layers(), params=list(other.parameters())).main_params())
+    refused("is not in the model", lambda: master(two_layers(), params=list(other.parameters())))
     channels_last = nn.Conv2d(3, 4, 3, bias=False).to(torch.bfloat16, memory_format=torch.channels_last)
     refused("parameter weight is not contiguous", lambda: master(channels_last).main_params())
     refused("Invalid learning rate", lambda: master(two_layers(), lr=-1.0))
