@@ -249,3 +249,18 @@ def test_plan_refuses_a_tensor_whose_memory_was_freed():
     dst.untyped_storage().resize_(128)
     plan.run_(2)
     assert torch.equal(dst, sr.round_to_(torch.empty_like(dst), src, noise=sr.Noise(1, 2, "w")))
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", "e8m4"])
+def test_a_plan_without_a_seed_rounds_to_nearest_at_any_step(format):
+    src = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 33, 4099)]
+    dtype = torch.float16 if format == "fp16" else torch.bfloat16
+    dst = [torch.empty(len(s), dtype=dtype) for s in src]
+    plan = RoundingPlan(
+        dst, src, [(f"t{i}", [Segment(0, len(s), 0)]) for i, s in enumerate(src)], seed=None, format=format
+    )
+    for step in (0, 7):
+        plan.run_(step)
+        for d, s in zip(dst, src):
+            assert torch.equal(d, round_to_(torch.empty_like(d), s, format=format))
+            assert format == "e8m4" or torch.equal(d, s.to(dtype))
