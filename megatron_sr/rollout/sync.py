@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_sr.rollout.engine import DEAD, DRAIN, EngineDead, RolloutEngine, UpdateFailed, UpdateRefused, UpdateReport
+from megatron_sr.rollout.engine import (
+    DEAD,
+    DRAIN,
+    REFUSING,
+    EngineDead,
+    RolloutEngine,
+    UpdateFailed,
+    UpdateRefused,
+    UpdateReport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +87,9 @@ class WeightSync:
         try:
             self._revive()
             report = self._engine.update_weights(tensors, version, in_flight=in_flight)
-        except _FAULTS as error:
+        except Exception as error:
+            if not isinstance(error, _FAULTS) and self._engine.health().state not in (REFUSING, DEAD):
+                raise  # the export's own, or a caller's mistake: sending again would not help
             for _ in tensors:  # the other ranks are in the same export
                 pass
             return None, error

@@ -58,7 +58,7 @@ class FakeEngine:
             raise UpdateRefused(f"version {version} is not above the present one, {self.version}")
         incoming.check(version)
         if self.fail_once:
-            error, self.fail_once = self.fail_once, None
+            error, self.fail_once, self.refusal = self.fail_once, None, "half an update"
             raise error
         self.held, self.version, self.refusal = staged, version, ""
         return UpdateReport(version, len(staged), [], 0.1, 0.1, incoming.manifest(version).digest)
@@ -311,6 +311,35 @@ def test_point_2_sync_gives_up_with_the_last_fault(engine, server):
     with pytest.raises(UpdateRefused, match="missing"):
         WeightSync(client, lambda: iter(broken), attempts=2, announce=lines.append).sync(1)
     assert [line.rsplit("; ", 1)[1] for line in lines] == ["sending all weights again", "giving up"]
+
+
+def test_point_2_sync_recovers_from_an_error_inside_the_engine_but_not_from_one_of_the_export(engine):
+    engine.fail_once = OSError("lost the connection")
+    lines = []
+    sync = WeightSync(engine, lambda: iter(weights(1).items()), announce=lines.append)
+    assert sync.sync(1).attempts == 2
+    assert "lost the connection. The engine is refusing; sending all weights again" in lines[0]
+
+    def broken():
+        yield from list(weights(2).items())[:3]
+        raise OSError("a collective failed")
+
+    with pytest.raises(OSError, match="a collective failed"):
+        WeightSync(engine, broken).sync(2)
+    assert engine.version == 1
+
+
+def test_point_2_all_ranks_export_again_when_one_must(engine):
+    """This rank's engine is good at once; another rank's is not: the export, which is collective, is repeated."""
+    answers, exports = iter([False, True]), []
+
+    def export():
+        exports.append(1)
+        return iter(weights(1).items())
+
+    assert WeightSync(engine, export, agree=lambda good: good and next(answers)).sync(1).update.good
+    assert len(exports) == 2
+    assert engine.version == 1
 
 
 def test_point_2_a_server_that_is_gone_is_dead_not_an_exception(engine, server):
