@@ -22,7 +22,7 @@ class Metrics:
     """Sums of one optimizer step over the pieces of this rank. Made once (collective); `start` before each step to be logged."""
 
     def __init__(self, sites: list[Site], device: torch.device):
-        self.sites, self.device = [site for site in sites if site.logs], device
+        self.sites, self.device = sites, device
         pieces = [piece for site in self.sites for piece in site.pieces]
         once = first_holders([piece.identity for piece in pieces], device)
         self._counted = {piece_id(piece.identity) for piece, first in zip(pieces, once) if first}

@@ -57,4 +57,4 @@ def test_7_experts_stacked_in_one_parameter(results):
     """Three experts of 4 x 5 elements, the second half of six, in the second of two layers."""
     stacked = results["stacked"]
     assert stacked["key"] == "experts.weight"
-    assert [segment[:3] for segment in stacked["segments"]] == [[20 * i, 20, (3 + i) * 20] for i in range(3)]
+    assert [segment[:3] for segment in stacked["segments"]] == [[20 * i, 20, 120 + (3 + i) * 20] for i in range(3)]

@@ -42,7 +42,6 @@ class Site:
     """
 
     kind = "optimizer"
-    logs = True  # whether `observer` is asked
 
     def __init__(self, inner: torch.optim.Optimizer, identities: dict, config: ParamRounding):
         self.inner, self.identities, self.config = inner, identities, config

@@ -17,7 +17,6 @@ class PrecisionAwareSite:
     """One DistributedOptimizer whose main params are FusedAdam's. The interface of `Site`, without pieces to look at."""
 
     kind = "DistributedOptimizer, precision-aware FusedAdam"
-    logs = False
     pieces = copies = ()
 
     def __init__(self, optimizer, identities: dict, config: ParamRounding):
