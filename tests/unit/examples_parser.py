@@ -1,7 +1,7 @@
-"""`python -m tests.unit.examples_parser JOBS.json OUT.json`: command lines through Megatron's parser and `validate_args`, on the CPU host.
+"""`python -m tests.unit.examples_parser JOBS.json OUT.json`: launches through Megatron's parser, `validate_args` and TransformerConfig.
 
-JOBS.json: by name {"ranks", "env", "arguments", "capability"}.
-OUT.json: by name {"args"} or {"refused"}, and what was refused of bad changes.
+On the CPU host. JOBS.json: by name {"ranks", "env", "arguments", "capability"}.
+OUT.json: by name {"args"} or {"refused"}, and under "must be refused" what was said of flags that are wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-BAD = ("--num-expert 7", "--tensor-model-parallel-size 48", "--qk-clip")
+BAD = ("--num-expert 7", "--tensor-model-parallel-size 48", "--qk-clip", "--recompute-modules moe_act")
 
 
 def main(jobs_file: str, out_file: str) -> None:
@@ -22,6 +22,7 @@ def main(jobs_file: str, out_file: str) -> None:
     host.install()
     import megatron_sr.megatron.plugin  # noqa: F401
 
+    pretend_transformer_engine()
     jobs = json.loads(Path(jobs_file).read_text())
     out = {name: parse(job) for name, job in jobs.items()}
     job = jobs["deepseek_r1_14b"]
@@ -29,6 +30,20 @@ def main(jobs_file: str, out_file: str) -> None:
         flags: parse({**job, "arguments": job["arguments"] + flags.split()}).get("refused") for flags in BAD
     }
     Path(out_file).write_text(json.dumps(out))
+
+
+def pretend_transformer_engine() -> None:
+    """The mock: a recent Transformer Engine is there when a TransformerConfig asks for its version and fused functions."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.moe import moe_utils
+
+    transformer_config.is_te_min_version = lambda *args, **kwargs: True
+    rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb_thd = object()
+    moe_utils.fused_permute = moe_utils.fused_permute_with_probs = object()
+    moe_utils.fused_sort_chunks_by_index = moe_utils.fused_sort_chunks_by_index_with_probs = (
+        moe_utils.fused_unpermute
+    ) = object()
 
 
 def parse(job: dict) -> dict:
@@ -44,6 +59,7 @@ def parse(job: dict) -> dict:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             args = arguments.parse_args()
             arguments.validate_args(args, {})
+            arguments.core_transformer_config_from_args(args)  # its own checks, across flags
     except (SystemExit, AssertionError, ValueError, RuntimeError) as error:
         return {"refused": f"{error} {said.getvalue()[-2000:]}"}
     return {"args": {name: value for name, value in vars(args).items() if is_plain(value)}}

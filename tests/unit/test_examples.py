@@ -1,7 +1,7 @@
 """The launch scripts of examples/: their exact command lines through Megatron's own parser and checks, against public model configs.
 
-No GPU is needed or used. Where Megatron asks the GPU what it can do (grouped GEMM), a mock answers: compute capability 9.0, 10.0 with
-BLACKWELL=1.
+Parser, `validate_args` and TransformerConfig are Megatron's own. No GPU is needed or used. Mocks answer where Megatron asks what is
+not here: the GPU's compute capability (9.0; 10.0 with BLACKWELL=1), and Transformer Engine's version and fused functions.
 """
 
 from __future__ import annotations
@@ -92,11 +92,14 @@ def test_megatrons_parser_and_checks_accept_the_command_line(parsed, name):
 
 
 def test_the_check_would_notice(parsed):
-    """An unknown flag, a layout that does not fit the ranks, and a flag that stochastic rounding refuses are all refused."""
+    """Refused: an unknown flag, a layout that does not fit the ranks, what stochastic rounding refuses, flags that do not go together."""
     refused = parsed["must be refused"]
     assert "unrecognized arguments: --num-expert" in refused["--num-expert 7"]
     assert "is not divisible" in refused["--tensor-model-parallel-size 48"]
     assert "--qk-clip on" in refused["--qk-clip"]
+    assert (
+        "moe_act in recompute_modules is only supported with moe_grouped_gemm" in refused["--recompute-modules moe_act"]
+    )
 
 
 @pytest.mark.parametrize("name", TRAIN)
