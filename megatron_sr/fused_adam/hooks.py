@@ -34,8 +34,8 @@ def round_fused_adam(optimizer: torch.optim.Optimizer, identities: dict, config:
     optimizer   transformer_engine.pytorch.optimizers.FusedAdam or apex.optimizers.FusedAdam with `master_weights=True`.
     identities  param -> (key of its whole tensor, [Segment, ...]), for every BF16 or FP16 param of the optimizer.
 
-    The rounding state (mode, seed, step, ...) rides in the param groups, as Adam's step does. `nearest` installs nothing but
-    the refusal of states saved under stochastic. Raises ValueError for what is not supported, with the way out.
+    The rounding state (mode, seed, step, ...) rides in the param groups, as Adam's step does. `nearest` leaves the step alone
+    and only drops that state from checkpoints of stochastic runs. Raises ValueError for what is not supported, with the way out.
     """
     if hasattr(optimizer, _ATTRIBUTE):
         raise ValueError("param rounding is already set up for this optimizer; call round_fused_adam only once")
@@ -100,7 +100,9 @@ class FusedAdamRounding:
             )
 
     def after_step(self, step_kwargs: dict) -> None:
-        if not layout.skipped(self._optimizer, step_kwargs):
+        if layout.skipped(self._optimizer, step_kwargs):
+            self.recompute()
+        else:
             self.set_step(self.step + 1)
 
     def _loaded(self, step: int) -> None:
@@ -120,8 +122,12 @@ class FusedAdamRounding:
         """Make the plan anew if the optimizer has replaced main params. False: it has none yet."""
         mains = layout.main_params(self._optimizer)
         params = [p for p in self._rounded() if p in mains]
-        planned = [x for p in params for x in (p, mains[p])]
-        if len(planned) != len(self._planned) or any(a is not b for a, b in zip(planned, self._planned)):
+        planned = [(p, p.data_ptr(), mains[p], mains[p].data_ptr()) for p in params]
+        same = len(planned) == len(self._planned) and all(
+            new[0] is old[0] and new[1] == old[1] and new[2] is old[2] and new[3] == old[3]
+            for new, old in zip(planned, self._planned)
+        )
+        if not same:
             self._plan = self._make_plan(params, [mains[p] for p in params])
             self._planned = planned
         return bool(planned)
