@@ -10,8 +10,29 @@ from __future__ import annotations
 import torch
 
 from megatron_sr.coordinates import Segment
+from megatron_sr.megatron.identity import ComposedIdentity
 
 INDEX = "param_rounding_index"
+COMPOSED = "param_rounding_composed"
+"""The key in the content metadata under which `composed` stands."""
+
+
+def composed(identities: dict) -> dict[str, list]:
+    """Key in checkpoints -> [logical tensor, where it starts in that], for tensors that checkpoints store in parts.
+
+    The same on all ranks: collective over all of them, once, when the optimizer is set up.
+    """
+    mine = {
+        part: [identity.key, start]
+        for identity in identities.values()
+        if isinstance(identity, ComposedIdentity)
+        for part, start in identity.parts
+    }
+    everyone: list = [mine]
+    if torch.distributed.is_initialized():
+        everyone = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, mine)
+    return {part: where for parts in everyone for part, where in sorted(parts.items())}
 
 
 def is_rounded(param) -> bool:

@@ -24,22 +24,23 @@ import torch
 
 from megatron_sr.config import FLAGS, ParamRounding
 from megatron_sr.megatron import checkpoint
-from megatron_sr.megatron.checkpoint_index import bucket_index, is_rounded
+from megatron_sr.megatron.checkpoint_index import COMPOSED, bucket_index, is_rounded
 from megatron_sr.megatron.recompute import Mismatch, Piece, differing, listing, mismatches
 
 SAVE_MODEL = "param_rounding_save_model"
 """The key in the content metadata of a checkpoint."""
 
 
-def attach(site, announce: bool = True) -> None:
+def attach(site, announce: bool = True, composed: dict[str, list] | None = None) -> None:
     """Make the checkpoints of `site.optimizer` verify, or leave out, the model params that `site` rounds. Once per site.
 
+    composed  what `checkpoint_index.composed` gives: saved for `megatron-sr verify`.
     announce  print what a load changes; of chained optimizers, which load one after another, only the first one does.
     site  a cast site (`megatron_sr.megatron.sites`) with an optimizer that holds main params apart from model params.
     From now on `site.optimizer.load_state_dict` raises ValueError, naming the tensors, when the model's params (loaded before) are
     not the rounding of the main params that it has loaded and the configuration says on_mismatch="error".
     """
-    _ModelParams(site, announce)
+    _ModelParams(site, announce, composed or {})
 
 
 def attach_layer_wise(optimizer, config: ParamRounding) -> None:
@@ -112,8 +113,8 @@ def _wants_model_params(state) -> bool:
 
 
 class _ModelParams:
-    def __init__(self, site, announce: bool):
-        self.site, self.announce = site, announce
+    def __init__(self, site, announce: bool, composed: dict[str, list]):
+        self.site, self.announce, self.composed = site, announce, composed
         self.saved: dict | None = None  # the rounding state that is being loaded
         self.absent = False  # the checkpoint that is being loaded holds no model params
         site.inner.register_load_state_dict_pre_hook(self._remember)
@@ -134,6 +135,8 @@ class _ModelParams:
         self.absent = (metadata or {}).get(SAVE_MODEL, "full") == "none" if is_loading else config.save_model == "none"
         if not is_loading and metadata is not None:
             metadata[SAVE_MODEL] = config.save_model
+            if self.composed:
+                metadata[COMPOSED] = self.composed
         elif not is_loading and self.absent:
             raise ValueError(
                 f"{FLAGS['save_model']} none needs a checkpoint with content metadata, which tells the next load that model "
@@ -171,9 +174,12 @@ class _ModelParams:
             self._report(_everywhere(_unlike(site, saved), site))
             self._recompute()
         elif config.format == "mxfp8":  # a second rounding follows the all-gather, of whole tensors
-            loaded = [piece.model.clone() for piece in _pieces(site)]
+            # Where params live in Transformer Engine's tensors, the pieces are a buffer that holds nothing between steps.
+            comparable = not site.optimizer.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+            loaded = [piece.model.clone() for piece in _pieces(site)] if comparable else []
             self._recompute()
-            self._report(_everywhere(differing(_pieces(site), loaded), site))
+            if comparable:
+                self._report(_everywhere(differing(_pieces(site), loaded), site))
         else:
             wrong = _everywhere(_unlike(site, config), site)
             self._report(wrong)

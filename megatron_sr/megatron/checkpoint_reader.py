@@ -53,7 +53,9 @@ class CheckpointReader:
             metadata = _load_inert((self.path / ".metadata").read_bytes())
             self._storage = {(i.fqn, i.offset and tuple(i.offset)): info for i, info in metadata.storage_data.items()}
             stored = metadata.state_dict_metadata
-            self.tensors = {key: _stored_tensor(key, entry) for key, entry in stored.items() if hasattr(entry, "chunks")}
+            self.tensors = {
+                key: _stored_tensor(key, entry) for key, entry in stored.items() if hasattr(entry, "chunks")
+            }
             self.objects = [key for key in stored if key not in self.tensors]
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError) as error:
             raise DamagedCheckpoint(f"{self.path / '.metadata'} cannot be read ({error})") from None
@@ -87,7 +89,9 @@ class CheckpointReader:
                 result[to] = self.chunk(key, chunk)[source]
                 filled += result[to].numel()
         if filled != result.numel():
-            raise DamagedCheckpoint(f"tensor {key}: {result.numel() - filled} elements at {wanted.offset} are not stored")
+            raise DamagedCheckpoint(
+                f"tensor {key}: {result.numel() - filled} elements at {wanted.offset} are not stored"
+            )
         return result
 
     def _record(self, key: str, offset: tuple[int, ...] | None) -> bytes:
@@ -107,7 +111,9 @@ class CheckpointReader:
 
 def _checkpoint_folder(path: Path) -> Path:
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no such folder; give that of a checkpoint, or the one that --save wrote to")
+        raise FileNotFoundError(
+            f"{path}: there is no such folder; give that of a checkpoint, or the one that --save wrote to"
+        )
     if (path / LATEST).is_file():
         latest = (path / LATEST).read_text().strip()
         path = path / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
@@ -162,7 +168,7 @@ class _Placeholder:
 _TORCH_DISTRIBUTED = "torch.distributed.checkpoint."
 _METADATA_CLASSES = {"Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
                      "ChunkStorageMetadata", "_StorageInfo", "_MEM_FORMAT_ENCODING", "StorageMeta"}  # fmt: skip
-_KNOWN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2"), ("io", "BytesIO"),
+_KNOWN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2"), ("_io", "BytesIO"),
           ("torch.serialization", "_get_layout"), ("_codecs", "encode")}  # fmt: skip
 
 
@@ -190,6 +196,7 @@ def _load_torch(content: bytes, what: str, inert: bool = False):
         options = dict(weights_only=False, pickle_module=_INERT) if inert else dict(weights_only=True)
         value = torch.load(io.BytesIO(content), map_location="cpu", **options)
         if isinstance(value, io.BytesIO):  # Megatron wraps an object twice
+            value.seek(0)
             value = torch.load(value, map_location="cpu", **options)
         return value
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, KeyError) as error:

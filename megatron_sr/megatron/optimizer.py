@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_sr.config import FLAGS, ParamRounding
-from megatron_sr.megatron import checkpoint, checkpoint_model, mxfp8, mxfp8_flags
+from megatron_sr.megatron import checkpoint, checkpoint_index, checkpoint_model, mxfp8, mxfp8_flags
 from megatron_sr.megatron.identity import Identity, identify, model_chunks
 from megatron_sr.megatron.metrics import Metrics
 from megatron_sr.megatron.replicas import differing_replicas
@@ -167,7 +167,7 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
 
     nearest (in the model's own format) leaves the step as it is, no attribute replaced (C4); it only says so when a checkpoint was
     saved under stochastic. Raises ValueError for what is not supported (C6), for an include or exclude glob that matches no
-    tensor, and, naming it, for a parameter without a layout-independent identity. Collective over all ranks if globs are given.
+    tensor, and, naming it, for a parameter without a layout-independent identity. Collective over all ranks.
     """
     checkpoint_model.explain_absence()
     if _is_megatrons_own(config, optimizer, model):
@@ -186,13 +186,15 @@ def apply_param_rounding(optimizer, model, config: ParamRounding) -> Controller:
     identities = identify(model)
     _check_globs(config, identities)
     controller = Controller(config, make_sites(optimizer, identities, config), identities)
-    controller._gathers_late = any(getattr(part.config, "overlap_param_gather", False) for part in parts(optimizer))
+    settings = [configuration for part in parts(optimizer) for configuration in _configs(part, model)]
+    controller._gathers_late = any(getattr(configuration, "overlap_param_gather", False) for configuration in settings)
     controller._watch(optimizer)
     if config.format == "mxfp8":
         controller.mxfp8 = mxfp8.attach(optimizer, model, controller.sites, identities, config)
+    composed = checkpoint_index.composed(identities)
     for number, site in enumerate(controller.sites):
         if isinstance(site, Site):  # FusedAdam's own main params are saved and read by its hooks
-            checkpoint_model.attach(site, announce=number == 0)
+            checkpoint_model.attach(site, announce=number == 0, composed=composed)
     checkpoint_model.attach_layer_wise(optimizer, config)
     return controller
 

@@ -57,7 +57,7 @@ def verify(path: Path, progress: bool = False) -> dict:
 
     reader = CheckpointReader(path)
     state = read_state(reader)
-    sources = Sources(reader)
+    sources = Sources(reader, state.composed)
     if not sources.main_params:
         raise ValueError(
             f"{reader.path}: no main params are stored (--no-save-optim?), so there is nothing to compare with"

@@ -1,10 +1,10 @@
-"""`crashing_ranks.py LOG PLAN SCRIPT ARGS...` runs a pretrain script through the plugin and kills rank 1 (SIGKILL) as PLAN says.
+"""`crashing_ranks.py LOG WHEN SCRIPT ARGS...` runs a pretrain script through the plugin and kills rank 1 (SIGKILL):
 
-PLAN is a comma-separated list, one word for each start of the job by torchrun --max-restarts:
-    step:N   in the N-th optimizer step of this start, after Adam and before the weights are rounded
-    save:N   in the N-th save of this start, after its first tensors are on the disk
-    none     not at all
-Rank 0 appends a line of JSON to LOG for each iteration: start, iteration, loss and gradient norm as exact hexadecimal floats.
+    WHEN step:N   in the N-th optimizer step, after Adam and before the weights are rounded
+         save:N   in the N-th save, after its first tensors are on the disk
+         none     not at all
+
+Rank 0 appends a line of JSON to LOG for each iteration: WHEN, iteration, loss and gradient norm as exact hexadecimal floats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 
 
-def main(log: str, plan: str, script: str, *argv: str) -> None:
+def main(log: str, when: str, script: str, *argv: str) -> None:
     from megatron_sr.megatron import host
 
     host.install()
@@ -25,13 +25,10 @@ def main(log: str, plan: str, script: str, *argv: str) -> None:
 
     import megatron_sr.megatron.plugin  # noqa: F401
 
-    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    what, _, number = plan.split(",")[start].partition(":")
+    what, _, number = when.partition(":")
     if os.environ["RANK"] == "1" and what != "none":
         {"step": kill_in_step, "save": kill_in_save}[what](int(number))
-    if start < len(plan.split(",")) - 1:  # every start but the last leaves model params out of its checkpoints
-        argv = (*argv, "--param-rounding-save-model", "none")
-    record_iterations(log, start)
+    record_iterations(log, when)
     sys.argv = [script, *argv]
     runpy.run_path(script, run_name="__main__")
     dist.barrier()
@@ -81,7 +78,7 @@ def kill_in_save(number: int) -> None:
     filesystem_async._write_item = write_item
 
 
-def record_iterations(log: str, start: int) -> None:
+def record_iterations(log: str, when: str) -> None:
     from megatron.training import training
 
     original = training.train_step
@@ -90,7 +87,7 @@ def record_iterations(log: str, start: int) -> None:
         result = original(*args, **named)
         losses, grad_norm = result[0], result[5]
         if os.environ["RANK"] == "0":
-            record = {"start": start, "iteration": named.get("iteration", args[7] if len(args) > 7 else None)}
+            record = {"when": when, "iteration": named["iteration"]}
             record |= {"loss": float(losses["lm loss"]).hex(), "grad_norm": float(grad_norm).hex()}
             with open(log, "a") as file:
                 file.write(json.dumps(record) + "\n")
