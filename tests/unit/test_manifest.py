@@ -194,3 +194,22 @@ def test_c5_the_kernel_splits_many_rows_over_threads():
     digest_cpu.add_words_(a, words, 0)
     add_words_reference(b, words, 0)
     assert torch.equal(a, b)
+
+
+def test_point_2_an_update_names_the_version_and_the_bits_that_it_builds_on():
+    held = example(version=3)
+    Manifest(4, held.tensors, 3, held.digest).check_base(held)
+    Manifest(9, held.tensors).check_base(held)
+    for version, base, digest, words in (
+        (3, None, None, "version 3 is not above the present one, 3"),
+        (5, 4, held.digest, "builds on version 4, the engine holds 3; send all weights"),
+        (5, 3, "0" * 32, "builds on other bits of version 3"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Manifest(version, held.tensors, base, digest).check_base(held)
+    with pytest.raises(ValueError, match="go together"):
+        Manifest(5, {}, 3)
+    with pytest.raises(ValueError, match="which is not older"):
+        Manifest(5, {}, 5, "0" * 32)
+    chained = Manifest(4, held.tensors, 3, held.digest)
+    assert Manifest.from_json(chained.to_json()) == chained

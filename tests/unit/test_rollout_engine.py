@@ -1,14 +1,17 @@
 """What the rollout room refuses before an engine exists, and the read-back's helpers on plain tensors."""
 
+import os
 import sys
+import warnings
 
 import pytest
 import torch
 
-from megatron_sr.rollout import vllm_environment
+from megatron_sr.rollout import names, vllm_environment
 from megatron_sr.rollout.engine import SamplingConfig, check_seeds
 from megatron_sr.rollout.packing import Permutation, count_indistinct, probe_linear, values_only
 from megatron_sr.rollout.vllm import VLLMEngine
+from megatron_sr.rollout.vllm_shards import check_divisible, local_part
 from tests.tiny_models import hf_config
 
 
@@ -87,6 +90,22 @@ def test_c6_multiprocessing_in_the_environment_is_refused(own_environment, model
         VLLMEngine(model_directory, max_model_len=32)
 
 
+def test_point_8_torchinductor_is_off_and_a_warning_when_turned_on(own_environment):
+    """The import of vLLM itself is left out: what the user set is looked at before."""
+    own_environment.setitem(sys.modules, "vllm", None)
+    with warnings.catch_warnings(action="error"), pytest.raises(vllm_environment.VLLMUnavailable):
+        vllm_environment.import_vllm(1)
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    with (
+        pytest.warns(RuntimeWarning, match="enforce_eager=False.*rewards collapse"),
+        pytest.raises(vllm_environment.VLLMUnavailable),
+    ):
+        vllm_environment.import_vllm(1, enforce_eager=False)
+    own_environment.setenv("TORCHDYNAMO_DISABLE", "0")
+    with pytest.warns(RuntimeWarning, match="TORCHDYNAMO_DISABLE=0"), pytest.raises(vllm_environment.VLLMUnavailable):
+        vllm_environment.import_vllm(1)
+
+
 def test_c6_other_dtypes_and_directories_without_a_model_are_refused(model_directory, tmp_path):
     with pytest.raises(ValueError, match="dtype='float16'"):
         VLLMEngine(model_directory, dtype="float16", max_model_len=32)
@@ -104,6 +123,48 @@ def test_c5_a_packer_that_moves_elements_is_learnt_and_undone():
     weight = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
     restored = Permutation(pack, shape).undo(pack(weight))
     assert torch.equal(restored.view(torch.int16), weight.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "pack, width, strided",
+    [
+        (lambda w: w.clone(), 4, True),
+        (lambda w: w.view(12, 16, 10, 2).permute(2, 0, 1, 3).contiguous(), 2, True),  # pairs stay together
+        (lambda w: w.view(6, 32, 20).permute(0, 2, 1).contiguous(), 1, True),
+        (lambda w: w.flip(0).clone(), 4, False),  # backwards: no view has negative strides
+        (lambda w: w.flatten()[torch.randperm(192 * 20, generator=torch.Generator().manual_seed(1))], 1, False),
+    ],
+    ids=["same", "pairs", "transposed", "backwards", "random"],
+)
+def test_c5_every_permutation_is_undone_however_it_is_read(pack, width, strided):
+    weight = torch.randint(-(2**15), 2**15, (192, 20), dtype=torch.int16).view(torch.bfloat16)
+    learnt = Permutation(pack, (192, 20))
+    assert (learnt._width, learnt._strided is not None) == (width, strided)
+    at_odd_offset = torch.cat([torch.zeros(1, dtype=torch.bfloat16), pack(weight).flatten()])[1:]
+    for packed in (pack(weight), at_odd_offset):
+        assert torch.equal(learnt.undo(packed).view(torch.int16), weight.view(torch.int16))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_point_1_workers_parts_make_up_the_whole(size):
+    """Every element of a weight is held by a worker; replicated ones by all. Real workers: tests/rollout/test_bridge_parity.py."""
+    for family in ("qwen2", "qwen3", "qwen3_moe"):
+        config = hf_config(family, vocab=250)
+        check_divisible(config, size)
+        for name, shape in names.expected_shapes(config).items():
+            whole = torch.arange(torch.Size(shape).numel()).view(shape)
+            parts = [local_part(name, whole, config.num_key_value_heads, rank, size) for rank in range(size)]
+            assert torch.equal(torch.cat([p.flatten() for p in parts]).unique(), whole.flatten()), name
+            held = sum(p.numel() for p in parts)
+            copies = size if name.endswith(("norm.weight", "mlp.gate.weight")) else 1
+            if "k_proj" in name or "v_proj" in name:
+                copies = max(1, size // config.num_key_value_heads)
+            assert held == copies * whole.numel(), name
+
+
+def test_c6_models_that_workers_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="4 attention heads cannot be split over tensor_parallel_size=3"):
+        check_divisible(hf_config("qwen3"), 3)
 
 
 @pytest.mark.parametrize(
