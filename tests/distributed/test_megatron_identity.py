@@ -31,7 +31,6 @@ def results(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("kind, layout", RUNS)
 def test_7_identities_are_where_distributed_checkpointing_puts_elements(results, kind, layout):
     assert results[f"{kind} {layout}"]["misplaced"] == []
-    assert results[f"{kind} {layout}"]["keys"] == results[f"{kind} DP2"]["keys"]
 
 
 @pytest.mark.parametrize("kind, layout", RUNS)
