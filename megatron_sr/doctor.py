@@ -149,7 +149,7 @@ def _unsupported() -> dict[str, str]:
     """Megatron's flags that are refused with stochastic rounding, and why."""
     from megatron_sr.megatron import support
 
-    return {refusal.flag: refusal.reason for refusal in support._REFUSALS}
+    return {refusal.flag: refusal.reason for refusal in support.REFUSALS}
 
 
 def _cast_site(flags: list[str]) -> dict:

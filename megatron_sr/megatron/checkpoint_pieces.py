@@ -60,7 +60,7 @@ class Sources:
     main_params  elements of all main params
     unmatched    keys of 16-bit model tensors without main params (frozen, say)
 
-    Raises ValueError when main params are stored in a way that tells nothing about where they belong.
+    Raises ValueError when main params are stored in a way that tells nothing about where they belong, or not in FP32.
     """
 
     def __init__(self, reader: CheckpointReader, composed: dict[str, tuple[str, int]] | None = None):
@@ -75,6 +75,12 @@ class Sources:
         indexed = {entry[2] for entries in self._indices.values() for entry in entries}
         self.unmatched = [k for k in sorted(self._model) if k not in self._named and self._logical(k)[0] not in indexed]
         main = [reader.tensors[key] for key in (*self._named.values(), *self._buckets)]
+        odd = [tensor for tensor in main if tensor.dtype != torch.float32]
+        if odd:
+            raise ValueError(
+                f"{odd[0].key} is stored as {odd[0].dtype}, not FP32 (--use-precision-aware-optimizer?): model params cannot be "
+                "recomputed offline; a load verifies them"
+            )
         self.main_params = sum(_numel(tensor.shape) for tensor in main)
         self.elements = sum(_numel(t.shape) for key, t in self._model.items() if key in self._named)
         self.elements += sum(n for entries in self._indices.values() for _, n, key, _ in entries if key in self._stored)
@@ -92,7 +98,7 @@ class Sources:
         ]
 
     def _read_indices(self) -> dict[str, list]:
-        indices = {}
+        indices, read = {}, {}
         for key, match in self._buckets.items():
             name = f"{match[1]}{INDEX}/shard_0_1"
             if name not in self.reader.objects:
@@ -100,7 +106,9 @@ class Sources:
                     "the optimizer state is stored as flat buckets (dp_reshardable) without a list of what lies where: this checkpoint "
                     "was saved without megatron-sr, or by an older one. Save it with --dist-ckpt-optim-fully-reshardable, or load it"
                 )
-            indices[key] = read_index(self.reader.object(name)[0])[match[2]]
+            if name not in read:
+                read[name] = read_index(self.reader.object(name)[0])
+            indices[key] = read[name][match[2]]
         return indices
 
     def pieces(self) -> Iterator[Piece]:
@@ -134,7 +142,7 @@ class Sources:
                 self._logical(key)[0],
                 self._segments(key, chunk),
                 self.reader.chunk(key, chunk).contiguous().view(-1),
-                self.reader.region(main, *chunk).float().contiguous().view(-1),
+                self.reader.region(main, *chunk).contiguous().view(-1),
                 chunk.shape,
             )
 
@@ -154,7 +162,7 @@ class Sources:
         model = self.reader.chunk(stored, chunk).contiguous().view(-1)[at : at + segment.length]
         main = self.reader.region(bucket, (start + segment.local_start,), (segment.length,))
         shape = chunk.shape if segment.length == _numel(chunk.shape) else None
-        return Piece(key, [segment._replace(local_start=0)], model, main.float(), shape)
+        return Piece(key, [segment._replace(local_start=0)], model, main.contiguous(), shape)
 
 
 def _place(segment: Segment) -> tuple:

@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
     way_out: str
 
 
-_REFUSALS = (
+REFUSALS = (
     Refusal("use_megatron_fsdp", "--use-megatron-fsdp", bool, "Megatron-FSDP casts its own main weights", "leave it out"),
     Refusal("use_torch_fsdp2", "--use-torch-fsdp2", bool, "FSDP2 keeps no Megatron main params",
             "use --use-distributed-optimizer instead"),
@@ -51,7 +51,7 @@ def check_supported(*settings, format: str | None = None) -> None:
             "--param-rounding stochastic does not work with --bf16 off: model params are FP32, so main params are not rounded; "
             "add --bf16 or --fp16, or use --param-rounding nearest"
         )
-    for refusal in _REFUSALS:
+    for refusal in REFUSALS:
         value = None if mxfp8 and refusal.field in MXFP8_FIELDS else look_up(settings, refusal.field, None)
         if value is not None and refusal.refused(value):
             shown = "off" if value in (None, False) else "on" if value is True else value

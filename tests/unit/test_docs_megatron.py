@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron_sr.config import FLAGS
-from megatron_sr.megatron.support import _REFUSALS
+from megatron_sr.megatron.support import REFUSALS
 from tests.launch import ROOT
 
 PAGE = ROOT / "docs/megatron.md"
@@ -31,7 +31,7 @@ def test_every_flag_is_explained():
 
 def test_every_refusal_is_in_the_table():
     rows = [line for line in TEXT.splitlines() if line.startswith("|") and "| refused |" in line]
-    assert {refusal.flag for refusal in _REFUSALS if not any(f"`{refusal.flag}`" in row for row in rows)} == set()
+    assert {refusal.flag for refusal in REFUSALS if not any(f"`{refusal.flag}`" in row for row in rows)} == set()
 
 
 def test_links_lead_somewhere():

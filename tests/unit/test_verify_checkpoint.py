@@ -96,6 +96,7 @@ def test_frozen_tensors_are_listed_and_fp32_ones_do_not_count(tmp_path):
     [
         ({"w": torch.ones(3, dtype=torch.bfloat16)}, {}, "no main params are stored"),
         ({"w": torch.ones(3), "optimizer.state.param.w": torch.ones(3)}, {}, "there is nothing to compare"),
+        ({"w": torch.ones(3), "optimizer.state.param.w": torch.ones(3, dtype=torch.int16)}, {}, "not FP32"),
         ({f"{BUCKET}gbuf_idx_0.x.bucket_idx_0.param": torch.ones(3)}, {}, "without a list of what lies where"),
     ],
 )
