@@ -4,17 +4,13 @@
 #
 #   MEGATRON_LM=~/Megatron-LM MODEL=... PRETRAINED=... DATA=... SAVE=... MASTER_ADDR=node0 NODE_RANK=0 bash train.sh
 #
-# DRY_RUN=1 prints the command line. Further arguments are appended to it and win over those below. Never run on GPUs by this
+# DRY_RUN=1 prints the command line. Further arguments are appended to it and win. Never run on GPUs by this
 # project; tests/unit/test_examples.py passes this very command line through Megatron's own parser and checks.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 DEFAULT_NNODES=1
 source "$here/../launch.sh"
-need MEGATRON_LM "a checkout of Megatron-LM, branch core_r0.19.0 (it has pretrain_gpt.py)"
-need MODEL "the folder of the Hugging Face checkpoint (its tokenizer is used)"
-need PRETRAINED "the same weights as a Megatron checkpoint, as Megatron-Bridge converts them"
-need DATA "a JSONL file of conversations: {\"messages\": [{\"role\": ..., \"content\": ...}, ...]} a line"
-need SAVE "the folder for checkpoints; a job started again goes on from the last one there"
+source "$here/../sft.sh"  # what all models share: training, data, checkpoints, rounding
 
 # The model, as in its config.json (tests/data/model_configs/deepseek_r1_1_5b.json).
 model=(
@@ -45,60 +41,4 @@ layout=(
   --overlap-param-gather            # gather rounded params while the forward pass runs
 )
 
-# Batches, optimizer, precision.
-training=(
-  --micro-batch-size 1                  # sequences in one forward pass of a rank
-  --global-batch-size 256               # sequences in one optimizer step of the whole job
-  --seq-length 8192                     # tokens in a packed sequence
-  --train-iters 1000                    # optimizer steps
-  --lr 1e-6                             # a post-training learning rate: updates far below half a BF16 ulp
-  --min-lr 1e-6                         # the end of the schedule
-  --lr-decay-style constant             # no decay
-  --lr-warmup-iters 10                  # steps of linear warm-up
-  --optimizer adam                      # AdamW: FP32 main params and moments
-  --adam-beta1 0.9                      # decay of the first moment
-  --adam-beta2 0.98                     # decay of the second moment
-  --weight-decay 0.1                    # decoupled weight decay
-  --clip-grad 1.0                       # largest global gradient norm
-  --bf16                                # BF16 model params, activations and parameter all-gather
-  --accumulate-allreduce-grads-in-fp32  # gradients add up and are reduced in FP32
-  --attention-backend flash             # FlashAttention through Transformer Engine
-  --attention-dropout 0.0               # no dropout in attention
-  --hidden-dropout 0.0                  # nor elsewhere
-)
-
-# Data and tokenizer.
-data=(
-  --sft                                  # supervised fine-tuning on packed conversations
-  --data-path "$DATA"                    # JSONL, one conversation (or several, packed) a line
-  --split 100,0,0                        # all of it for training
-  --eval-iters 0                         # so no evaluation either
-  --tokenizer-type SFTTokenizer          # the model's own tokenizer ...
-  --tokenizer-model "$MODEL"             # ... from this folder
-  --sft-tokenizer-prompt-format default  # ... with its chat template; Megatron then trains on the tokens of all roles
-)
-
-# Checkpoints and logging.
-checkpoints=(
-  --pretrained-checkpoint "$PRETRAINED"  # weights for the first start
-  --load "$SAVE"                         # later starts go on from here, on any layout
-  --save "$SAVE"                         # checkpoints
-  --save-interval 100                    # optimizer steps between them
-  --ckpt-format torch_dist               # distributed checkpoints: each rank writes its shards
-  --dist-ckpt-optim-fully-reshardable    # optimizer state that another layout can load
-  --log-interval 1                       # a log line a step
-  --log-throughput                       # with TFLOP/s per GPU
-  --tensorboard-dir "$SAVE/tensorboard"  # curves, those of the rounding among them
-  --distributed-timeout-minutes 60       # how long a collective may wait, for example for a slow save
-)
-
-# Stochastic rounding.
-rounding=(
-  --param-rounding stochastic           # round FP32 main params to BF16 model params stochastically, once per optimizer step
-  --param-rounding-seed 1234            # with step, tensor and element it decides every rounding; keep it when resuming
-  --param-rounding-log-interval 50      # every 50 steps log the share of unchanged weights and the distance to the main params
-  --param-rounding-verify-interval 500  # every 500 steps check that all replicas hold the same bits
-)
-
-launch megatron_sr run "$MEGATRON_LM/pretrain_gpt.py" \
-  "${model[@]}" "${layout[@]}" "${training[@]}" "${data[@]}" "${checkpoints[@]}" "${rounding[@]}" "$@"
+train "$@"
