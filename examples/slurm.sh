@@ -5,7 +5,7 @@ script=${1:-train.sh}
 shift || true
 export NNODES=$SLURM_NNODES
 export GPUS_PER_NODE=8
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not `| head -n 1`: with pipefail that fails now and then
+export MASTER_ADDR=${nodes[0]}
 export MASTER_PORT=${MASTER_PORT:-29500}
 srun --kill-on-bad-exit=1 bash "${SLURM_SUBMIT_DIR:-.}/$script" "$@"
