@@ -47,6 +47,7 @@ def main(results_file: str) -> None:
         results["precision-aware"] = precision_aware_optimizer()
         results["layer-wise"] = layer_wise()
         results["sgd"] = sgd()
+        results["muon"] = {"plain": muon(layer_wise=False), "layer-wise": muon(layer_wise=True)}
         results["faults"] = {"data-parallel replica": fault("decoder.final_layernorm.weight", rank=1)}
         results["faults"]["main params"] = fault_in_main_params()
         results["faults"]["overlap"] = fault_under_overlap()
@@ -339,6 +340,25 @@ def sgd() -> dict:
     job.steps(1, 2)
     controller.verify()
     return {"step": controller.step, "not rounded": not_rounded(job, STOCHASTIC, 2)}
+
+
+def muon(layer_wise: bool) -> dict:
+    """Muon for matrices and Adam for the rest, in Float16 optimizers; layer-wise, each rank steps some whole params."""
+    job, controller = start(
+        ddp_options=NOT_DISTRIBUTED, optimizer="muon", use_layer_wise_distributed_optimizer=layer_wise
+    )
+    job.steps(1, 2)
+    controller.verify()
+    mains = {piece.param: piece.main for site in controller.sites for piece in site.pieces}
+    own = Job.__new__(Job)
+    own.identities = {param: identity for param, identity in job.identities.items() if param in mains}
+    return {
+        "optimizer": type(job.optimizer).__name__,
+        "inner": [type(site.inner).__name__ for site in controller.sites],
+        "step": controller.step,
+        "not rounded": not_rounded(own, STOCHASTIC, 2, mains),
+        "all params": len(own.identities) == len(job.identities),
+    }
 
 
 def fault(key: str, rank: int, layout: Layout | None = None, hf=DENSE) -> dict:

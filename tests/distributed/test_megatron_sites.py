@@ -58,6 +58,16 @@ def test_1_sgd(results):
 
 
 @pytest.mark.parametrize(
+    "kind, optimizer", [("plain", "ChainedOptimizer"), ("layer-wise", "LayerWiseDistributedOptimizer")]
+)
+def test_1_muon(results, kind, optimizer):
+    muon = results["muon"][kind]
+    assert (muon["optimizer"], muon["inner"]) == (optimizer, ["TensorParallelMuon", "FusedAdam"])
+    assert (muon["step"], muon["not rounded"]) == (2, [])
+    assert muon["all params"] == (kind == "plain")  # layer-wise, this rank has a part of them
+
+
+@pytest.mark.parametrize(
     "case, words",
     [
         ("unknown class", "--param-rounding stochastic does not know"),
