@@ -1,4 +1,4 @@
-"""Serve a vLLM engine over HTTP: `python -m megatron_sr.rollout.serve --model DIR` (and, for one trainer's own child, `--child`)."""
+"""Serve a vLLM engine over HTTP, on the loopback interface unless a token is given: `megatron-sr serve --model DIR`."""
 
 from __future__ import annotations
 
@@ -96,6 +96,6 @@ def _engine(model: str, options: dict):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m megatron_sr.rollout.serve", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m megatron_sr.rollout.serve", description=__doc__)
     add_arguments(parser)
     sys.exit(main(parser.parse_args()))

@@ -1,6 +1,6 @@
 """A rollout engine behind HTTP: for a trainer in another process or on another machine (`client.RemoteEngine`).
 
-`python -m megatron_sr.rollout.serve --model DIR` serves on the loopback interface. Any other address needs a token, which every
+`megatron-sr serve --model DIR` serves on the loopback interface. Any other address needs a token, which every
 request must bring. Messages are msgpack (`wire`), weights come through a transport; nothing is unpickled.
 """
 
