@@ -76,8 +76,13 @@ def mismatches(pieces: Iterable[Piece], config: ParamRounding, step: int) -> lis
 def _expected(piece: Piece, config: ParamRounding, step: int) -> torch.Tensor:
     """As `rounded`; with format mxfp8 the nearer one of the BF16 and the MXFP8 rounding, of which a tensor has one or the other."""
     expected = rounded(piece, config, step)
-    if config.format != "mxfp8" or piece.shape is None or torch.equal(expected, piece.model):
+    if config.format != "mxfp8" or torch.equal(expected, piece.model):
         return expected
+    if piece.shape is None:
+        raise ValueError(
+            f"{piece.key} is stored in pieces that may cut MXFP8 blocks, so it cannot be recomputed offline; save with "
+            "--dist-ckpt-optim-fully-reshardable, or let a load compare it"
+        )
     quantized = _second_rounding(expected, piece, config, step)
     return min(expected, quantized, key=lambda candidate: count_differing(candidate, piece.model))
 

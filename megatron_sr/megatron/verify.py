@@ -63,11 +63,6 @@ def verify(path: Path, progress: bool = False) -> dict:
             f"{reader.path}: no main params are stored (--no-save-optim?), so there is nothing to compare with"
         )
     config = checkpoint.saved_config(state.rounding) if state.rounding else ParamRounding(mode="nearest")
-    if config.format == "mxfp8":
-        raise ValueError(
-            f"{reader.path}: its model params were quantized to MXFP8 from gathered tensors, which this command does not do; a load "
-            "recomputes and compares them (docs/mxfp8.md)"
-        )
     seen: set[str] = set()
     elements = sources.elements if state.model_params else sources.main_params
     with _progress_bar(elements if progress else 0) as advance:

@@ -24,7 +24,7 @@ def results(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("mxfp8")
     ranks = ROOT / "tests/distributed/run_ranks.py"
     torchrun(2, ranks, "tests.distributed.mxfp8_ranks", folder / "results.json", folder / "checkpoints", timeout=400)
-    return json.loads((folder / "results.json").read_text())
+    return json.loads((folder / "results.json").read_text()) | {"checkpoint": folder / "checkpoints" / "dp2"}
 
 
 @each_run
@@ -104,6 +104,16 @@ def test_point6_mxfp8_resume_gives_the_same_codes(results):
 def test_point6_mxfp8_resume_in_another_layout_gives_the_same_codes(results):
     assert results["resume on TP2"]["step"] == 2
     assert results["resume on TP2"]["words"] == results["resume"]["words"]
+
+
+def test_point6_mxfp8_checkpoint_verifies_offline(results):
+    """`megatron-sr verify CHECKPOINT` without ranks: main params, seed and step give the BF16 and the MXFP8 values that are stored."""
+    from megatron_sr.megatron.verify import verify
+
+    found = verify(results["checkpoint"])
+    assert found["rounding"]["format"] == "mxfp8"
+    assert found["mismatches"] == []
+    assert found["elements"] > 100_000
 
 
 def test_point6_mxfp8_damaged_params_are_found(results):
