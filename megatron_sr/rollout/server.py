@@ -73,7 +73,9 @@ class EngineServer:
 
     def start(self) -> EngineServer:
         """Serve in a thread."""
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True, name="engine-server")
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, args=(0.05,), daemon=True, name="engine-server"
+        )
         self._thread.start()
         return self
 

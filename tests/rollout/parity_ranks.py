@@ -123,13 +123,10 @@ def check_dead_worker(engine, weights, version):
 
 
 def workers_of(pid):
-    """Processes that a vLLM engine's process started and that run its workers."""
-    children = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and parent_of(p) == pid]
-    return sorted(
-        p
-        for p in children
-        if b"Worker" in Path(f"/proc/{p}/cmdline").read_bytes() + Path(f"/proc/{p}/comm").read_bytes()
-    )
+    """The children of a vLLM engine's process that run its workers: the large ones."""
+    children = [p for p in Path("/proc").iterdir() if p.name.isdigit() and parent_of(p) == pid]
+    pages = {int(p.name): int((p / "statm").read_text().split()[1]) for p in children}
+    return sorted(child for child, resident in pages.items() if resident * 4096 > 200 << 20)
 
 
 def parent_of(process):
