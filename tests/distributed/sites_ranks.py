@@ -299,6 +299,7 @@ def precision_aware_optimizer() -> dict:
             results[name] = {"kind": site.kind, "step": controller.step, "not rounded": wrong}
         results["equal"] = len({json.dumps(digests) for digests in found.values()}) == 1
         results["logging"] = refusal(lambda: start(config=sr.ParamRounding(log_interval=1), **options))
+        results["nearest"] = refusal(lambda: start(config=sr.ParamRounding(mode="nearest", format="e8m4"), **options))
     return results
 
 

@@ -44,6 +44,9 @@ def test_1_precision_aware_optimizer_with_main_params_and_with_remainders(result
     assert sites["16-bit remainders"]["step"] == 2
     assert sites["equal"]
     assert "--param-rounding-log-interval 1 does not work with --use-precision-aware-optimizer" in sites["logging"]
+    assert (
+        "--param-rounding nearest --param-rounding-format e8m4 does not work with --use-precision" in sites["nearest"]
+    )
 
 
 def test_1_layer_wise_optimizer(results):

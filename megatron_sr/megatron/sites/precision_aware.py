@@ -26,6 +26,11 @@ class PrecisionAwareSite:
                     f"{FLAGS[field]} {getattr(config, field)} does not work with --use-precision-aware-optimizer, whose main params "
                     "are out of reach in Transformer Engine's FusedAdam; leave one of the two out"
                 )
+        if config.mode == "nearest":
+            raise ValueError(
+                f"{FLAGS['mode']} nearest {FLAGS['format']} {config.format} does not work with --use-precision-aware-optimizer, whose "
+                "kernel casts to the model's own format; leave one of the two out"
+            )
         self.optimizer, self.inner, self.config = optimizer, optimizer.optimizer, config
         own = {}
         for params, shards in zip(optimizer.model_float16_groups, optimizer.shard_float16_groups, strict=True):
