@@ -12,7 +12,7 @@ import torch
 
 from megatron_sr.config import ParamRounding
 from megatron_sr.deepspeed.sites import Site, site_of, whole
-from megatron_sr.deepspeed.support import check_supported
+from megatron_sr.deepspeed.support import check_supported, config_names
 from megatron_sr.megatron import checkpoint
 
 _ATTRIBUTE = "_param_rounding"
@@ -36,7 +36,8 @@ def enable(engine, config: ParamRounding, identities: dict | None = None) -> Dee
         raise ValueError("param_rounding: the engine has no optimizer, so nothing would be rounded")
     if config.mode == "stochastic":
         check_supported(engine, config, identities is not None)
-        config = config.for_dtype(torch.bfloat16 if engine.bfloat16_enabled() else torch.float16)
+        with config_names():
+            config = config.for_dtype(torch.bfloat16 if engine.bfloat16_enabled() else torch.float16)
     rounding = DeepSpeedRounding(engine, config, identities)
     setattr(engine, _ATTRIBUTE, rounding)
     return rounding
@@ -107,7 +108,8 @@ class DeepSpeedRounding:
         try:
             path, client_state = self._load(*args, **kwargs)
             saved = checkpoint.find(self._inner.param_groups)
-            checkpoint.check_loadable(saved, self.config)
+            with config_names():
+                checkpoint.check_loadable(saved, self.config)
         except BaseException:
             self._set_step(ours)
             raise

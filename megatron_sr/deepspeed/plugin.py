@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron_sr.config import ParamRounding
 from megatron_sr.deepspeed.engine import enable
+from megatron_sr.deepspeed.support import config_names
 
 KEY = "param_rounding"
 _make = DeepSpeedEngine.__init__
@@ -30,10 +31,8 @@ def config_of(settings) -> ParamRounding:
         raise ValueError(
             f'"{KEY}" in the DeepSpeed config has unknown keys: {", ".join(unknown)}; known are: {", ".join(known)}'
         )
-    try:
+    with config_names():
         return ParamRounding(**settings)
-    except ValueError as error:
-        raise ValueError(f'"{KEY}" in the DeepSpeed config: {error}') from None
 
 
 def _init(self, *args, **kwargs):

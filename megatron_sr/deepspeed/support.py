@@ -5,10 +5,11 @@ Each entry is a place where model params come from something else than FP32 main
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_sr.config import ParamRounding
+from megatron_sr.config import FLAGS, ParamRounding
 
 TESTED = "0.19"
 
@@ -98,6 +99,18 @@ def check_supported(engine, config: ParamRounding, has_identities: bool) -> None
             )
     if config.format == "mxfp8":
         raise ValueError('param_rounding.format mxfp8 is of the Megatron-Core backend only; use "bf16"')
+
+
+@contextlib.contextmanager
+def config_names():
+    """Within it, messages of ValueErrors name settings as the DeepSpeed config does, not as command lines do."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for field, flag in sorted(FLAGS.items(), key=lambda pair: -len(pair[1])):  # a flag may begin like another
+            message = message.replace(flag, f'"{field}"')
+        raise ValueError(f"param_rounding: {message}") from None
 
 
 def _tensor_parallel(engine) -> int:

@@ -149,7 +149,7 @@ def test_config_key_param_rounding(two):
 def test_config_key_that_is_wrong_is_explained(two):
     made = two["from_json"]
     assert "unknown keys: sed; known are: mode, seed" in made["unknown key"]
-    assert "choose one of: nearest, stochastic" in made["wrong value"]
+    assert "\"mode\"='stochastik' is not known; choose one of: nearest, stochastic" in made["wrong value"]
     assert 'write an object such as {"mode"' in made["no object"]
     assert "call enable once" in made["twice"]
 
@@ -170,7 +170,7 @@ def test_resume_is_equal_bit_for_bit(two, kind):
 
 def test_a_checkpoint_of_another_configuration(two):
     loads = two["loads"]
-    assert "--param-rounding-seed 6 differs from the checkpoint's 77" in loads["another seed"]
+    assert '"seed" 6 differs from the checkpoint\'s 77' in loads["another seed"]
     assert loads["another seed, step"] == 0
     assert loads["recompute"] == [2, True]
 
