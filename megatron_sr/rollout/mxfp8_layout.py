@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from megatron_sr.mxfp8 import BLOCK
+from megatron_sr.mxfp8 import BLOCK, MXFP8Blocks
 from megatron_sr.rollout import names
 
 SCALE = "_scale"  # added to a weight's name
@@ -91,6 +91,17 @@ def check_ignore(hf_config) -> None:
                     f"quantization_config in config.json ignores {entry!r}, which names no module above {name}; but vLLM takes it for "
                     f"a piece of the name of {live}, and would leave that in BF16 too: write whole names of modules"
                 )
+
+
+def dequantized(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The BF16 weights, exact, that tensors in this layout stand for; scales are used up."""
+    return {
+        name: MXFP8Blocks(tensor.view(torch.uint8), tensors[name + SCALE], -1).dequantize(torch.bfloat16)
+        if tensor.dtype == CODES
+        else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(SCALE)
+    }
 
 
 def has_nan(tensor: torch.Tensor) -> bool:

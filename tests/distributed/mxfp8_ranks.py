@@ -13,6 +13,10 @@ from megatron.core import dist_checkpointing
 import megatron_sr as sr
 from megatron_sr import mxfp8
 from megatron_sr.megatron.main_params import full_main_params
+from megatron_sr.rollout.export import export_hf
+from megatron_sr.rollout.manifest import Manifest
+from megatron_sr.rollout.mxfp8_export import export_mxfp8, trainer_tensors
+from megatron_sr.rollout.mxfp8_layout import dequantized
 from tests.distributed.megatron_job import Job, Layout, build, global_indices, logical_tensors, process_groups
 from tests.tiny_models import hf_config
 
@@ -97,6 +101,8 @@ def three_steps(hf, layout: Layout = Layout(), alone: bool = False, ddp_options:
         main_params = full_main_params(job.optimizer)
         held, differing = logical_tensors(job, words(job, controller))
         values, _ = logical_tensors(job)
+        exported = dict(export_mxfp8(job.chunks, hf, controller.mxfp8))
+        bf16 = dict(export_hf(job.chunks, hf))
         sync(job)  # gathered once more, without a copy of the main params: nothing may change
         gathered_again, _ = logical_tensors(job, words(job, controller))
         controller.round_again()
@@ -113,6 +119,10 @@ def three_steps(hf, layout: Layout = Layout(), alone: bool = False, ddp_options:
             "step": controller.step,
             "quantized": sorted({job.identities[param].key for param in controller.mxfp8.names}),
             "keys": sorted({identity.key for identity in job.identities.values()}),
+            "exported": Manifest.of(exported.items(), 3).digest,
+            "exported as expected": {n: (tuple(t.shape), t.dtype) for n, t in exported.items()}
+            == trainer_tensors(hf, set()),
+            "exported wrongly": [name for name in bf16 if not torch.equal(dequantized(exported)[name], bf16[name])],
             "recomputed wrongly": recomputed_wrongly(job, controller, main_params, CONFIG),
         }
 

@@ -96,6 +96,15 @@ def test_point3_mxfp8_what_blocks_do_not_fit_is_refused(results):
     assert "use these (--use-distributed-optimizer" in results["refused"]["not distributed"]
 
 
+@each_run
+def test_point4_mxfp8_export_is_equal_in_every_layout(results, model, run):
+    """Under Hugging Face names: the same codes and scales from every layout, and they stand for the very values of the params."""
+    here = results["layouts"][model][run]
+    assert here["exported"] == results["layouts"][model]["DP1"]["exported"]
+    assert here["exported as expected"]
+    assert here["exported wrongly"] == []
+
+
 def test_point6_mxfp8_resume_gives_the_same_codes(results):
     found = results["resume"]
     assert (found["step"], found["loaded"], found["continued"]) == (2, True, True)

@@ -14,7 +14,7 @@ from megatron_sr.rollout import mxfp8_audit
 from megatron_sr.rollout.engine import UpdateRefused, WeightsUnverified
 from megatron_sr.rollout.manifest import Manifest
 from megatron_sr.rollout.mxfp8_checkpoint import convert
-from megatron_sr.rollout.mxfp8_layout import CODES, SCALE
+from megatron_sr.rollout.mxfp8_layout import CODES, SCALE, dequantized
 from tests.rollout.engine_checks import build, results
 from tests.tiny_models import make_checkpoint
 
@@ -45,17 +45,6 @@ def hard(sent, seed):
             tensor = torch.randint(3, 240, tensor.shape, generator=generator, dtype=torch.uint8)
         out[name] = tensor
     return out
-
-
-def dequantized(sent):
-    """The BF16 weights that MXFP8 tensors stand for."""
-    return {
-        name: mxfp8.MXFP8Blocks(tensor.view(torch.uint8), sent[name + SCALE], -1).dequantize(torch.bfloat16)
-        if tensor.dtype == CODES
-        else tensor
-        for name, tensor in sent.items()
-        if tensor.dtype != torch.uint8
-    }
 
 
 def worker(engine):
