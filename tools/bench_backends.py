@@ -139,6 +139,9 @@ def main() -> None:
     parser.add_argument(
         "--elements", type=int, default=52_000_000, help="parameters of the model (default: 52 million)"
     )
+    parser.add_argument(
+        "--backends", nargs="+", metavar="WORD", help="only those whose name contains one of these words"
+    )
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -157,6 +160,8 @@ def main() -> None:
         print("torchao is not installed: its case is left out (pip install torchao)")
     report = {}
     for backend, cases in groups(torchao is not None).items():
+        if args.backends and not any(word in backend for word in args.backends):
+            continue
         report[backend] = bench(cases, args.elements, args.device, args.rounds)
         print(f"\n{backend}")
         for name, figures in report[backend].items():
