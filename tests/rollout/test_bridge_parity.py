@@ -16,7 +16,7 @@ def printed(tmp_path_factory):
         if family not in outputs:
             directory = tmp_path_factory.mktemp(family)
             outputs[family] = torchrun(
-                2, "tests/rollout/parity_ranks.py", directory, family, check=False, timeout=400
+                2, "tests/rollout/parity_ranks.py", directory, family, check=False, timeout=900
             ).stdout
         return outputs[family]
 
