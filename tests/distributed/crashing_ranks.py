@@ -15,6 +15,8 @@ import runpy
 import signal
 import sys
 
+import psutil
+
 
 def main(log: str, when: str, script: str, *argv: str) -> None:
     from megatron_sr.megatron import host
@@ -36,6 +38,9 @@ def main(log: str, when: str, script: str, *argv: str) -> None:
 
 
 def kill() -> None:
+    """The helper processes that Megatron's save has started would outlive this rank: they go with it, as on a lost machine."""
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -251,7 +251,7 @@ def test_verify_names_an_edited_tensor_and_counts(folder, tmp_path, capsys, name
 
 def test_verify_notices_files_that_are_missing_or_cut_off(folder, tmp_path, capsys):
     for name in ("missing", "cut off"):
-        shutil.copytree(folder / "checkpoints" / "full", tmp_path / name)
+        shutil.copytree(folder / "checkpoints" / "TP2", tmp_path / name)
     next((tmp_path / "missing").glob("__1_*.distcp")).unlink()
     code, result = verify(tmp_path / "missing", capsys)
     assert (code, "cannot be read (No such file or directory)" in result["error"]) == (1, True)
