@@ -127,7 +127,6 @@ class VLLMEngine:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int]
     ) -> list[list[Completion]]:
         """See `RolloutEngine.generate`. Logprobs are vLLM's raw ones: of the model's distribution, before temperature and top_p."""
-        self._admit()
         check_seeds(seeds, sampling.n, len(prompts))
         self._check_prompts(prompts, sampling)
         if not prompts:
@@ -138,6 +137,7 @@ class VLLMEngine:
             for i in range(sampling.n):
                 requests.append({"prompt_token_ids": list(prompt)})
                 params.append(self._params(sampling, stop, seed + i))
+        # Asked in there, not here: while another thread updates, `decode` waits for the update's end, whatever state it is in.
         done = iter(self._requests.decode(requests, params, self._admit))
         return [[self._completion(i, *next(done)) for _ in range(sampling.n)] for i in range(len(prompts))]
 
