@@ -61,6 +61,20 @@ class CheckpointReader:
             raise DamagedCheckpoint(f"{self.path / '.metadata'} cannot be read ({error})") from None
         self._kept: OrderedDict[tuple, torch.Tensor] = OrderedDict()
 
+    def check_files(self) -> None:
+        """Raise DamagedCheckpoint for a file that is missing or shorter than .metadata says. Reads no content."""
+        needed: dict[str, int] = {}
+        for info in self._storage.values():
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+        for name, length in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                raise DamagedCheckpoint(f"{name} is missing; copy the checkpoint again")
+            if file.stat().st_size < length:
+                raise DamagedCheckpoint(
+                    f"{name} ends too early ({file.stat().st_size:,} of {length:,} bytes); copy it again"
+                )
+
     def object(self, key: str):
         """A pickled object: dicts, lists, numbers and tensors as they were, anything else as a placeholder."""
         return _load_torch(self._record(key, None), f"object {key}", inert=True)

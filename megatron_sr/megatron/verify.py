@@ -56,6 +56,7 @@ def verify(path: Path, progress: bool = False) -> dict:
     from megatron_sr.megatron.recompute import mismatches
 
     reader = CheckpointReader(path)
+    reader.check_files()
     state = read_state(reader)
     sources = Sources(reader, state.composed)
     if not sources.main_params:
