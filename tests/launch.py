@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,3 +39,13 @@ def torchrun(nproc: int, target: str | Path, *args, timeout: float = 240, check:
     if check and done.returncode:
         raise AssertionError(f"{' '.join(map(str, command))}\nexit {done.returncode}\n{done.stdout[-6000:]}")
     return done
+
+
+@contextlib.contextmanager
+def ray_environment():
+    """Variables for a process that starts a Ray cluster; what the cluster leaves behind (logs, sockets) is removed at the end."""
+    folder = tempfile.mkdtemp(prefix="sr-")  # short: the paths of Ray's sockets may have 107 bytes
+    try:
+        yield {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

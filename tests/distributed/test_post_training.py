@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megatron_sr.rl.metrics import read_metrics
-from tests.launch import ROOT, torchrun
+from tests.launch import ROOT, ray_environment, torchrun
 from tests.tiny_models import byte_tokenizer, make_checkpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.rollout]
@@ -232,10 +232,11 @@ def test_points_3_and_4_rollouts_ahead_with_delta_sync(tmp_path):
 def test_point_5_job_with_engines_on_ray(tmp_path):
     """The first rank drives two actors for both ranks; rollouts run ahead in actors while the ranks train."""
     pytest.importorskip("ray", reason="engines on Ray need ray: pip install 'megatron-sr[ray]'")
-    records = job(
-        "--param-rounding", "stochastic", "--iterations", 3, "--max-staleness", 1, "--rollout-engine", "ray",
-        "--ray-engines", 2, "--ray-cpus", 0.5, metrics=tmp_path / "m.jsonl", env={"RAY_USAGE_STATS_ENABLED": "0"},
-    )  # fmt: skip
+    with ray_environment() as variables:
+        records = job(
+            "--param-rounding", "stochastic", "--iterations", 3, "--max-staleness", 1, "--rollout-engine", "ray",
+            "--ray-engines", 2, "--ray-cpus", 0.5, metrics=tmp_path / "m.jsonl", env=variables,
+        )  # fmt: skip
     # 4 syncs x 25 tensors, counted by both ranks
     assert records[-1]["parity"] == {"syncs": 4, "tensors": 200, "mismatched_tensors": 0}
     assert [r["delta"]["whole"] for r in records[1:]] == [False] * 3

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.launch import ROOT
+from tests.launch import ROOT, ray_environment
 
 pytest.importorskip("ray", reason="engines on Ray need ray: pip install 'megatron-sr[ray]'")
 pytestmark = pytest.mark.rollout
@@ -25,10 +25,10 @@ def printed(tmp_path_factory):
     """All checks of `ray_checks.py` on one cluster; starting it and its engines takes most of the time."""
     before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-m", "tests.rollout.ray_checks", str(tmp_path_factory.mktemp("ray"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
-                   "RAY_USAGE_STATS_ENABLED": "0"}  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=400, check=False,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    with ray_environment() as variables:
+        done = subprocess.run(command, cwd=ROOT, env=environment | variables, timeout=400, check=False,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     left = {name for name in set(os.listdir("/dev/shm")) - before if "plasma" in name or "ray" in name}
     return done.stdout, left
 
