@@ -9,6 +9,7 @@ Rank 0 appends a line of JSON to LOG for each iteration: WHEN, iteration, loss a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -69,11 +70,13 @@ def kill_in_save(number: int) -> None:
         saves.append(1)
         return save(*args, **named)
 
-    def write_item(transforms, stream, *args, **named):
-        result = write(transforms, stream, *args, **named)
+    @functools.wraps(write)  # Megatron looks at its signature
+    def write_item(*args, **named):
+        result = write(*args, **named)
         if len(saves) == number:
             written.append(1)
             if len(written) == 5:
+                stream = next(argument for argument in args if hasattr(argument, "fileno"))
                 stream.flush()
                 os.fsync(stream.fileno())
                 kill()
