@@ -39,7 +39,7 @@ demo: setup
 	$(BIN)/megatron-sr demo
 
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test-unit: setup
 	$(BIN)/python -m pytest tests/unit -q

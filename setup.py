@@ -88,7 +88,7 @@ setup(
         "vllm": ["vllm>=0.32,<0.34"],
         "ray": ["ray>=2.60"],
         "zstd": ["zstandard>=0.22"],
-        "deepspeed": ["deepspeed>=0.19"],
+        "deepspeed": ["deepspeed>=0.19,<0.20"],
         "te": ["transformer-engine[pytorch]>=2.20"],
         "math": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],
         "report": ["matplotlib>=3.9", "jinja2>=3.1", "rich>=13"],

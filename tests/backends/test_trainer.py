@@ -67,7 +67,7 @@ def test_trainer_trains_with_rounded_weights(whole_run):
 
 
 def test_trainer_resume_from_checkpoint_continues_bit_for_bit(whole_run):
-    folder, run, model = whole_run
+    folder, _, model = whole_run
     other = tiny_model()
     with torch.no_grad():
         for parameter in other.parameters():

@@ -6,6 +6,7 @@ Started through run_ranks.py, which installs the CPU host before megatron is imp
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import zlib
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ def process_groups(layout: Layout, alone: bool = False, virtual: int | None = No
     if alone:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     elif not dist.is_initialized():
-        dist.init_process_group()
+        _join_world()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -45,8 +46,18 @@ def process_groups(layout: Layout, alone: bool = False, virtual: int | None = No
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield
     parallel_state.destroy_model_parallel()
-    if alone:
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
+    if not alone:
+        _join_world()
+
+
+def _join_world() -> None:
+    """A new default group. Groups have threads of their own, so those of a layout must go before the next one comes."""
+    gc.collect()  # the last job is a ring of references that holds its groups
+    store, rank, size = next(dist.rendezvous("env://"))
+    join = store.add(f"joined by {rank}", 1)
+    dist.init_process_group(store=dist.PrefixStore(f"world {join}", store), rank=rank, world_size=size)
 
 
 @dataclass
