@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def torchrun(nproc: int, target: str | Path, *args, timeout: float = 240, check: bool = True, env: dict | None = None):
+def torchrun(nproc: int, target: str | Path, *args, timeout: float = 600, check: bool = True, env: dict | None = None):
     """Run `target` (a file, or a module as 'pkg.mod') on `nproc` ranks on this machine; return the CompletedProcess.
 
     With `check`, a non-zero exit fails the calling test and shows the end of what the ranks printed.
@@ -27,18 +27,19 @@ def torchrun(nproc: int, target: str | Path, *args, timeout: float = 240, check:
         "PYTHONWARNINGS": "ignore",
         **(env or {}),
     }
-    done = subprocess.run(
-        [str(c) for c in command],
-        cwd=ROOT,
-        env=environment,
-        timeout=timeout,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if check and done.returncode:
-        raise AssertionError(f"{' '.join(map(str, command))}\nexit {done.returncode}\n{done.stdout[-6000:]}")
-    return done
+    command = [str(c) for c in command]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its ranks; were it killed, they would live on
+            output, _ = process.communicate(timeout=60)
+            raise AssertionError(f"{' '.join(command)}\nnot done after {timeout} s\n{output[-6000:]}") from None
+    if check and process.returncode:
+        raise AssertionError(f"{' '.join(command)}\nexit {process.returncode}\n{output[-6000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, output)
 
 
 @contextlib.contextmanager
