@@ -45,7 +45,9 @@ class DeltaUpdate:
         return sum(chunk.nbytes for chunks in self.chunks.values() for chunk in chunks)
 
     def statistics(self) -> dict:
-        """elements; changed: how many were sent; bytes; whole_bytes: what a whole update takes; positions: chunks of each kind."""
+        """elements; changed: how many were sent; bytes; plain_bytes: without zstd; whole_bytes: of all weights as they are;
+        positions: chunks of each kind.
+        """
         elements = sum(torch.Size(r.shape).numel() for r in self.manifest.tensors.values())
         whole = sum(
             torch.Size(r.shape).numel() * getattr(torch, r.dtype).itemsize for r in self.manifest.tensors.values()
@@ -56,6 +58,7 @@ class DeltaUpdate:
             "elements": elements,
             "changed": changed,
             "bytes": self.nbytes,
+            "plain_bytes": sum(chunk.plain or chunk.nbytes for chunks in self.chunks.values() for chunk in chunks),
             "whole_bytes": whole,
             "positions": {kind: kinds.count(kind) for kind in POSITIONS if kind in kinds},
         }

@@ -34,7 +34,7 @@ class DeltaDamaged(ValueError):
 class TensorDelta:
     """positions, values: how the two byte strings `where` and `what` are coded (see above); changed: number of elements sent.
 
-    zstd: whether `where` and `what` are compressed.
+    zstd: whether `where` and `what` are compressed; plain: bytes of both before that, 0 without.
     """
 
     positions: str
@@ -43,6 +43,7 @@ class TensorDelta:
     where: bytes
     what: bytes
     zstd: bool = False
+    plain: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -220,14 +221,8 @@ def _compressed(delta: TensorDelta, zstd: bool) -> TensorDelta:
     if not zstd:
         return delta
     compressor = _zstandard().ZstdCompressor(level=_ZSTD_LEVEL)
-    small = TensorDelta(
-        delta.positions,
-        delta.values,
-        delta.changed,
-        compressor.compress(delta.where),
-        compressor.compress(delta.what),
-        True,
-    )
+    where, what = compressor.compress(delta.where), compressor.compress(delta.what)
+    small = TensorDelta(delta.positions, delta.values, delta.changed, where, what, True, delta.nbytes)
     return small if small.nbytes < delta.nbytes else delta
 
 
