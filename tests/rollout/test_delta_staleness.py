@@ -18,7 +18,7 @@ def found(tmp_path_factory):
     """All checks of `loop_checks.py` in one process; vLLM's import and start-up take most of the time."""
     command = [sys.executable, "-m", "tests.rollout.loop_checks", str(tmp_path_factory.mktemp("loop"))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, check=False,
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=600, check=False,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     assert lines, done.stdout[-6000:]

@@ -27,7 +27,7 @@ def printed(tmp_path_factory):
     command = [sys.executable, "-m", "tests.rollout.ray_checks", str(tmp_path_factory.mktemp("ray"))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     with ray_environment() as variables:
-        done = subprocess.run(command, cwd=ROOT, env=environment | variables, timeout=400, check=False,
+        done = subprocess.run(command, cwd=ROOT, env=environment | variables, timeout=600, check=False,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     left = {name for name in set(os.listdir("/dev/shm")) - before if "plasma" in name or "ray" in name}
     return done.stdout, left
