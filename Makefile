@@ -39,7 +39,7 @@ demo: setup
 	$(BIN)/megatron-sr demo
 
 test: setup
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 10
 
 test-unit: setup
 	$(BIN)/python -m pytest tests/unit -q
