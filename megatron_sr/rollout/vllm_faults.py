@@ -1,13 +1,16 @@
-"""Workarounds of two vLLM faults around live weight updates on CPU (0.32 and 0.33), all in this file.
+"""Workarounds of three vLLM faults on CPU (0.32 and 0.33), all in this file.
 
 1. MoE experts are packed at the first load only. `UnquantizedFusedMoEMethod._setup_kernel` calls the experts'
    `process_weights_after_loading`, which packs w13 and w2 for the CPU kernel, only when the kernel is built; a later
    `reload_weights` leaves them unpacked and the kernel reads garbage.
 2. A tied output layer keeps its first weights. It shares the embedding's parameter but holds a packed copy of its own
    (`cpu_linear`), which a reload never renews, because no tensor of that name is loaded: embedding and head then differ.
+3. A request with a seed breaks the engine when its prompt is computed in parts: a prompt longer than what is left of
+   max_num_batched_tokens, or one computed anew after an update that kept it. vLLM samples a token at the end of every part, throws
+   it away, and rewinds the request's generator by an offset, which only CUDA generators have.
 
-Both workarounds look at what a reload did, not at a version number, so they do nothing once vLLM does the work itself. The
-read-back after each update would show either fault. Delete this file when no supported version needs it.
+The workarounds look at what vLLM does, not at a version number, so they do nothing once it does the work itself. The read-back
+after each update would show faults 1 and 2. Delete this file when no supported version needs it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,42 @@ def pack_experts_on_reload() -> None:
             pack(layer)
 
     method._setup_kernel = setup_kernel
+
+
+class _Rewound:
+    """Stands for a CPU generator while vLLM asks for the offset of a CUDA one: any offset it sets means "before the last draw"."""
+
+    def __init__(self, generator: torch.Generator):
+        self._generator, self._before = generator, generator.get_state()
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, _: int) -> None:
+        self._generator.set_state(self._before)
+
+
+def rewind_cpu_generators(runner) -> None:
+    """Give the generators of a CPU model runner's requests back the state they had before a token that is thrown away (fault 3)."""
+    original = runner.sample_tokens
+
+    @wraps(original)
+    def sample_tokens(*arguments, **keywords):
+        batch = runner.input_batch
+        generators = (
+            batch.generators
+        )  # the sampler holds this same dictionary, and draws from the generators themselves
+        thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        stand_ins = {i: _Rewound(generators[i]) for i in thrown_away if i in generators}
+        if not any(generators[i].device.type == "cpu" for i in stand_ins):
+            return original(*arguments, **keywords)
+        batch.generators = {**generators, **stand_ins}
+        try:
+            return original(*arguments, **keywords)
+        finally:
+            batch.generators = generators
+
+    runner.sample_tokens = sample_tokens
 
 
 def keep_large_linears_plain() -> None:

@@ -25,6 +25,7 @@ class WeightsWorker:
     def sr_prepare(self) -> None:
         """Once after loading. Raises ValueError for a layout that could not be read back after an update."""
         vllm_faults.pack_experts_on_reload()
+        vllm_faults.rewind_cpu_generators(self.model_runner)
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         config = self.model_config.hf_config

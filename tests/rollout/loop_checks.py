@@ -71,11 +71,19 @@ def draw(iteration):
     return Batch(iteration, examples, seeds, torch.arange(PROMPTS))
 
 
+def train(engine, queue):
+    """Take some time, in which the later batches, if there are any, begin to be decoded."""
+    limit = time.monotonic() + 5
+    while queue.waiting and not engine._requests.running and time.monotonic() < limit:
+        time.sleep(1e-3)
+    time.sleep(0.01)
+
+
 def check_queue(engine, base, in_flight, offset):
     """Iterations of a trainer that takes a batch and then changes the weights while later batches are being decoded."""
     engine.update_weights(weights(base, offset + 1).items(), offset + 1)
     queue = RolloutQueue(engine, draw, SAMPLING, STALENESS, ITERATIONS)
-    histogram, waiting, mixed, replayed, batches = {}, 0, 0, True, []
+    histogram, waiting, mixed, batches = {}, 0, 0, []
     for iteration in range(ITERATIONS):
         queue.advance(iteration)
         waiting = max(waiting, queue.waiting)
@@ -90,26 +98,40 @@ def check_queue(engine, base, in_flight, offset):
         assert complete, "a completion was cut off"
         batches.append((batch, groups))
         version = offset + iteration + 2
-        time.sleep(0.03)  # "training": the later batches are being decoded now
+        train(engine, queue)
         assert engine.update_weights(weights(base, version).items(), version, in_flight=in_flight).good
     queue.close()
-    # The logprobs are those of the policy that made the sample: the same weights and seeds give them again.
-    version = offset + ITERATIONS + 2
+    # The logprobs are those of the policy that made the sample: its weights and seeds give them again, other weights do not.
+    version, replayed = offset + ITERATIONS + 2, {"own": [], "other": []}
     for batch, groups in batches[2:4]:
         made_by = groups[0][0].version
         if groups[0][0].last_version not in (None, made_by):
             continue
-        engine.update_weights(weights(base, made_by).items(), version)
-        version += 1
-        again = engine.generate([batch.examples[0].prompt_ids], SAMPLING, [batch.seeds[0]])[0]
-        replayed &= [(c.token_ids, c.logprobs) for c in again] == [(c.token_ids, c.logprobs) for c in groups[0]]
+        for key, weights_of in (("own", made_by), ("other", made_by + 1)):
+            engine.update_weights(weights(base, weights_of).items(), version)
+            version += 1
+            again = engine.generate([e.prompt_ids for e in batch.examples], SAMPLING, batch.seeds)
+            pairs = zip((c for g in groups for c in g), (c for g in again for c in g))
+            same_maker = [(a, b) for a, b in pairs if a.version == made_by]  # an aborted one was made later
+            replayed[key] += [x == y for a, b in same_maker for x, y in zip(a.logprobs, b.logprobs)]
     return {
         "histogram": histogram,
         "waiting": waiting,
         "mixed": mixed,
         "asked_again": queue.aborted,
-        "replayed": replayed,
+        "replayed": {key: sum(equal) / len(equal) for key, equal in replayed.items() if equal},
     }, version
+
+
+def check_prompts_in_parts(engine):
+    """Prompts of which an engine step holds four and a part of the next: how many completions are those that a prompt gets alone."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, 250, (24, 110), generator=generator).tolist()
+    sampling = SamplingConfig(n=1, max_tokens=12, ignore_eos=True)
+    seeds = list(range(900, 924))
+    together = engine.generate(prompts, sampling, seeds)
+    alone = [engine.generate([prompt], sampling, [seed])[0] for prompt, seed in zip(prompts, seeds)]
+    return sum(a[0].token_ids == b[0].token_ids for a, b in zip(together, alone))
 
 
 def check_over_http(engine, base, root, version):
@@ -173,6 +195,7 @@ def main():
         base, engine = load_file(directory / "model.safetensors"), build(directory)
         result[f"delta {family}"] = check_delta(engine, base)
         if family == "qwen3":
+            result["in parts"] = check_prompts_in_parts(engine)
             offset = 10
             for in_flight in ("drain", "abort", "keep"):
                 result[in_flight], offset = check_queue(engine, base, in_flight, offset)
