@@ -60,7 +60,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_sr", "megatron_sr.*"]),
-    package_data={"megatron_sr.kernels": ["*.cpp", "*.h"], "megatron_sr.study": ["*.html"]},
+    package_data={"megatron_sr.kernels": ["*.cpp", "*.h"], "megatron_sr.study": ["*.html", "bases/*.safetensors"]},
     ext_modules=[
         Extension(
             "megatron_sr.kernels._cpu",

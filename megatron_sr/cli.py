@@ -15,6 +15,7 @@ from megatron_sr.version import __version__
 COMMANDS = {
     "run": ("megatron_sr.megatron.run", "run an unmodified Megatron-LM script with the --param-rounding flags"),
     "demo": ("megatron_sr.study.demo", "post-train a small model with both roundings and compare"),
+    "reproduce": ("megatron_sr.study.reproduce", "reproduce the paper's study and write the report"),
     "doctor": ("megatron_sr.doctor", "what this machine has, which kernels run, what is unsupported and why"),
     "serve": ("megatron_sr.rollout.serve", "serve a rollout engine (vLLM) over HTTP, for trainers in other processes"),
     "verify": ("megatron_sr.verify", "recompute the model params of a checkpoint from its main params and compare"),

@@ -81,7 +81,9 @@ class Run(TypedDict):
 
     base: str
     seed: int
-    start_reward: float  # exact, of the base's weights in this format, before any noise
+    start_reward: (
+        float  # exact, of the base's weights on the panel's grid: numbers that every arm of the panel can hold
+    )
     target: float | None
     iteration: list[int]
     exact_reward: list[float]
