@@ -14,7 +14,7 @@ from megatron_sr.rl.async_rollouts import RolloutQueue
 from megatron_sr.rl.drift import k3
 from megatron_sr.rl.evaluation import ExactReward
 from megatron_sr.rl.loss import Clipping
-from megatron_sr.rl.metrics import MetricsLog, progress_line
+from megatron_sr.rl.metrics import MetricsLog, open_log, progress_line
 from megatron_sr.rl.mxfp8 import counted
 from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, staleness
 from megatron_sr.rl.sync import JobSync
@@ -27,7 +27,8 @@ STICKING_STEPS = 4  # optimizer steps after which the paper's Table 1 reports st
 
 
 class PostTraining:
-    """One job. `iteration` counts finished iterations; the weights of iteration i have version i + 1.
+    """One job. `iteration` counts finished iterations, `steps` optimizer steps that were not skipped; the weights of iteration i have
+    version i + 1.
 
     args: `options.parser()`'s; policy: `Policy`; rounding: the controller of `apply_param_rounding`; engine: a `RolloutEngine`.
     """
@@ -35,7 +36,7 @@ class PostTraining:
     def __init__(self, args, policy, rounding, engine, task, tokenizer, base: dict[str, torch.Tensor]):
         self.args, self.policy, self.rounding, self.engine = args, policy, rounding, engine
         self.task, self.base, self.pad_id = task, base, tokenizer.pad_token_id
-        self.iteration = 0
+        self.iteration = self.steps = 0
         self.sync = JobSync(engine, policy, rounding, base, args.in_flight)
         self.sampling = SamplingConfig(
             n=args.completions,
@@ -46,7 +47,7 @@ class PostTraining:
             stop_token_ids=() if task.ignore_eos else (tokenizer.eos_token_id,),
         )
         self.is_writer = dist.get_rank() == 0
-        self.log = MetricsLog(args.metrics if self.is_writer else None)
+        self.log = open_log(args, f"{rounding.config.mode}-seed{args.seed}") if self.is_writer else MetricsLog(None)
         self.exact = None
         if task.has_exact_reward:
             self.exact = ExactReward(task.evaluation_set(args.eval_prompts), self.pad_id, policy.sequence_multiple)
@@ -83,6 +84,7 @@ class PostTraining:
                     print(f"saved {folder}", flush=True)
         if self.queue:
             self.queue.close()
+        self.log.close()
         if self.args.save_hf:
             save_hf.write(self.args.save_hf if self.is_writer else None, self.policy.export(), self.args.model)
 
@@ -110,21 +112,23 @@ class PostTraining:
         mini_batches = batch.shuffle.view(args.mini_batches, -1)
         mine = mini_batches.chunk(policy.data_parallel_size, dim=1)[policy.data_parallel_rank]
         local = self._local_batch(rollouts, rewards, mine.flatten())
-        losses, unchanged = [], []
+        losses, unchanged, grad_norm = [], [], None
         size = mine.shape[1] * args.completions
         for i in range(args.mini_batches):
             piece = {name: value[i * size : (i + 1) * size] for name, value in local.items()}
-            loss, grad_norm = policy.train_step(
+            loss, norm = policy.train_step(
                 {k: piece[k] for k in ("tokens", "old_log_probs", "advantages", "mask")},
                 args.micro_batch_size,
                 args.max_completion_tokens,
                 Clipping(args.clip_low, args.clip_high, args.dual_clip),
             )
             losses.append(loss)
-            step = self.iteration * args.mini_batches + i + 1
-            if step <= STICKING_STEPS:
+            if norm is None:  # skipped: FP16 overflow
+                continue
+            self.steps, grad_norm = self.steps + 1, norm
+            if self.steps <= STICKING_STEPS:
                 counting = counted(policy.export(), self.rounding.mxfp8)
-                unchanged.append([step, unchanged_fraction(counting, self.base)])
+                unchanged.append([self.steps, unchanged_fraction(counting, self.base)])
         record = {
             "sampled_reward": rewards.mean().item(),
             "completion_tokens": rollouts.mask.sum().item() / rewards.numel(),
@@ -133,6 +137,8 @@ class PostTraining:
             "rollout_version": rollouts.versions.min().item(),
             **self._token_statistics(local),
         }
+        if policy.dtype == torch.float16:
+            record |= {"skipped_steps": policy.skipped_steps, "loss_scale": policy.loss_scale}
         if self.queue:
             record |= {"staleness": ages, "rollouts_asked_again": self.queue.aborted}
         return record | ({"unchanged_after_steps": unchanged} if unchanged else {})
@@ -212,6 +218,8 @@ class PostTraining:
         settings = {name: getattr(self.args, name) for name in SETTINGS}
         return {
             "iteration": self.iteration,
+            "steps": self.steps,
+            "skipped_steps": self.policy.skipped_steps,
             "seed": self.args.seed,
             "task": self.task.name,
             "settings": settings,
@@ -234,5 +242,7 @@ class PostTraining:
             print(f"--load {self.args.load}: goes on with other settings than the saved run: {listed}", flush=True)
         checkpoint.load(self.args.load, self.policy, self.rounding.config)
         self.iteration, self.sync.parity = state["iteration"], state["parity"]
+        self.policy.skipped_steps = state.get("skipped_steps", 0)  # older checkpoints: BF16, which skips none
+        self.steps = state.get("steps", self.iteration * self.args.mini_batches)
         if self.is_writer:
             self.log.rewind(self.iteration, rounding=self.rounding.config.mode, seed=self.args.seed)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+from megatron_sr.rl.trackers import open_trackers
 
 
 class MetricsLog:
-    """Appends records to a JSONL file (or nowhere, when `path` is None)."""
+    """Appends records to a JSONL file (or nowhere, when `path` is None) and hands them to `trackers` (see trackers.py)."""
 
-    def __init__(self, path: Path | None):
-        self.path = path
+    def __init__(self, path: Path | None, trackers: Sequence = ()):
+        self.path, self.trackers = path, trackers
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -19,12 +23,20 @@ class MetricsLog:
         if self.path:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+        for tracker in self.trackers:
+            tracker.write(record)
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
 
     def rewind(self, iteration: int, **run) -> int:
         """Take out the records beyond `iteration` of the run with these values (rounding, seed): a resumed job makes them anew.
 
         Other runs' records stay. Returns how many were taken out.
         """
+        for tracker in self.trackers:
+            tracker.rewind(iteration)
         if not self.path or not self.path.exists():
             return 0
         records = read_metrics(self.path)
@@ -35,6 +47,11 @@ class MetricsLog:
             partial.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
             os.replace(partial, self.path)
         return len(records) - len(kept)
+
+
+def open_log(args: argparse.Namespace, run: str) -> MetricsLog:
+    """The log that the job's flags ask for; `run` names it in TensorBoard and W&B."""
+    return MetricsLog(args.metrics, open_trackers(args, run))
 
 
 def read_metrics(path: Path) -> list[dict]:

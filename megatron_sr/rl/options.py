@@ -10,6 +10,15 @@ from pathlib import Path
 from megatron_sr.config import add_flags, from_flags
 
 
+# Megatron's flags of the dynamic loss scale, with Megatron's defaults.
+LOSS_SCALE = (
+    ("initial_loss_scale", float, 2.0**32, "loss scale of the first step"),
+    ("min_loss_scale", float, 1.0, "smallest loss scale"),
+    ("loss_scale_window", int, 1000, "steps without overflow after which it doubles"),
+    ("hysteresis", int, 2, "overflows before it halves"),
+)
+
+
 def parser() -> argparse.ArgumentParser:
     """Flags of `python -m megatron_sr.rl.train`."""
     from megatron_sr.rl.engines import KINDS
@@ -25,6 +34,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--iterations", type=int, default=40)
     p.add_argument("--metrics", type=Path, default=None, help="JSONL file that gets a line an iteration")
+    p.add_argument(
+        "--tensorboard-dir", type=Path, default=None, help="folder of TensorBoard event files, one run in each"
+    )
+    p.add_argument(
+        "--wandb-project", default=None, help="Weights & Biases project to report to (needs the package wandb)"
+    )
     p.add_argument("--quiet", action="store_true", help="no progress lines")
     p.add_argument("--verbose", action="store_true", help="show the start-up messages of torch, Megatron and vLLM")
     add_flags(p)
@@ -33,6 +48,15 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--lr", type=float, default=1e-6)
     g.add_argument("--clip-grad", type=float, default=1.0)
     g.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    g.add_argument(
+        "--fp16",
+        action="store_true",
+        help="model params, forward and backward pass, and rollouts in FP16 instead of BF16",
+    )
+    for name, kind, default, what in LOSS_SCALE:
+        g.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=default, help=f"FP16: {what} (default: {default:g})"
+        )
 
     g = p.add_argument_group("layout")
     g.add_argument("--tensor-model-parallel-size", type=int, default=1)
@@ -112,13 +136,18 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def loss_scale(args: argparse.Namespace) -> dict:
+    """The fields of Megatron's OptimizerConfig for FP16's dynamic loss scale; none in BF16."""
+    return {name: getattr(args, name) for name, *_ in LOSS_SCALE} if args.fp16 else {}
+
+
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Raise ValueError or FileNotFoundError, naming flag, value and way out, for what cannot work.
 
     Runs before any process group or engine is built, so that every rank stops at once.
     """
     from megatron_sr.megatron.model import Layout
-    from megatron_sr.rl import numerical_parity
+    from megatron_sr.rl import numerical_parity, trackers
     from megatron_sr.rl.checkpoint import read_loop_state
 
     if world_size < 1:
@@ -135,9 +164,11 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be a finite number above {low}")
     if not (math.isfinite(args.clip_grad) and args.clip_grad >= 0):
         raise ValueError(f"--clip-grad {args.clip_grad} must be a finite number, at least 0 (0: no clipping)")
-    if not args.bf16:
+    if args.fp16:
+        _check_fp16(args, rounding)
+    elif not args.bf16:
         raise ValueError(
-            f"--no-bf16 with --param-rounding {rounding.mode}: this job trains BF16 model params; drop --no-bf16"
+            f"--no-bf16 with --param-rounding {rounding.mode}: this job trains BF16 model params; drop --no-bf16, or add --fp16"
         )
     for name in (
         "iterations",
@@ -170,6 +201,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             f"--in-flight {args.in_flight} has no effect without rollouts that run ahead; add --max-staleness K, or leave it out"
         )
     numerical_parity.check(args)
+    trackers.check(args)
     if args.completions < 2:
         raise ValueError(f"--completions {args.completions}: the advantage needs at least 2 completions a prompt")
     if not (args.model / "config.json").is_file():
@@ -202,6 +234,21 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     _check_writable(args)
 
 
+def _check_fp16(args: argparse.Namespace, rounding) -> None:
+    """Raise ValueError for what does not go together with --fp16."""
+    rounding.for_dtype("float16")
+    if args.numerical_parity:
+        raise ValueError(
+            "--numerical-parity with --fp16: the engine's arithmetic is known for BF16 only; leave one of them out"
+        )
+    for name, *_ in LOSS_SCALE:
+        _at_least(args, name, 1)
+    if not (math.isfinite(args.initial_loss_scale) and args.min_loss_scale <= args.initial_loss_scale):
+        raise ValueError(
+            f"--initial-loss-scale {args.initial_loss_scale:g} must be finite and at least --min-loss-scale {args.min_loss_scale:g}"
+        )
+
+
 def _check_writable(args: argparse.Namespace) -> None:
     """Find out now, not after hours of training, that results cannot be written."""
     from megatron_sr.rl import save_hf
@@ -216,6 +263,11 @@ def _check_writable(args: argparse.Namespace) -> None:
             flag, path = "--metrics", args.metrics
             args.metrics.parent.mkdir(parents=True, exist_ok=True)
             args.metrics.open("a").close()
+        if args.tensorboard_dir:
+            flag, path = "--tensorboard-dir", args.tensorboard_dir
+            args.tensorboard_dir.mkdir(parents=True, exist_ok=True)
+            if not os.access(args.tensorboard_dir, os.W_OK):
+                raise PermissionError("Permission denied")
         if args.save_hf:
             save_hf.check_new(args.save_hf)
     except OSError as error:

@@ -30,11 +30,12 @@ class JobSync:
         )
         self.parity = {"syncs": 0, "tensors": 0, "mismatched_tensors": 0}
         self._unchanged: UnchangedCount | None = None
+        self._bytes = 0
         self._sync = WeightSync(engine, self._export, agree=_all_ranks, announce=_announce)
 
     def __call__(self, version: int) -> dict:
-        """Returns sync_seconds, parity, unchanged (share of weights that hold the base's bits; see `mxfp8.counted`), delta (see
-        `DeltaEngine`).
+        """Returns sync_seconds, sync_bytes (of weights that this rank hands its engine: all of them, or the delta's), parity, unchanged
+        (share of weights that hold the base's bits; see `mxfp8.counted`), delta (see `DeltaEngine`).
 
         Raises RuntimeError when an update did not get through, or when the ranks' trainers disagree.
         """
@@ -47,13 +48,20 @@ class JobSync:
         else:
             record["unchanged"] = unchanged_fraction(counted(self._policy.export(), self._rounding.mxfp8), self._base)
         delta = getattr(self._engine, "last", None)
+        record["sync_bytes"] = delta["bytes"] if delta else self._bytes
         return record | ({"delta": delta} if delta else {})
 
     def _export(self):
         if self._rounding.mxfp8 is not None:
-            return export_mxfp8(self._policy.gpt, self._policy.hf_config, self._rounding.mxfp8)
+            return self._weighed(export_mxfp8(self._policy.gpt, self._policy.hf_config, self._rounding.mxfp8))
         self._unchanged = UnchangedCount(self._base)
-        return self._unchanged.passing(self._policy.export())
+        return self._weighed(self._unchanged.passing(self._policy.export()))
+
+    def _weighed(self, tensors):
+        self._bytes = 0
+        for name, tensor in tensors:
+            self._bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
 
     def _check(self, done) -> None:
         mine = done.update.tensors, done.update.digest, len(done.events)
