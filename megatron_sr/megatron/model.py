@@ -109,6 +109,7 @@ def transformer_config(hf, layout: Layout, dtype: torch.dtype = torch.bfloat16):
         pipeline_model_parallel_size=layout.pipeline,
         sequence_parallel=is_moe and layout.tensor > 1,  # Megatron requires it for MoE with tensor parallelism
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -185,8 +186,12 @@ def wrap_ddp(model, config):
     return ddp
 
 
-def build_optimizer(ddp, config, lr: float, clip_grad: float = 0.0, weight_decay: float = 0.0):
-    """Megatron's distributed Adam(W) over `ddp`, with the hooks that the pipeline schedules need set on `config`."""
+def build_optimizer(ddp, config, lr: float, clip_grad: float = 0.0, weight_decay: float = 0.0, **loss_scale):
+    """Megatron's distributed Adam(W) over `ddp`, with the hooks that the pipeline schedules need set on `config`.
+
+    loss_scale  for FP16 params: fields of `OptimizerConfig` for the dynamic loss scale (initial_loss_scale, min_loss_scale,
+                loss_scale_window, hysteresis); Megatron's defaults for those left out.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -199,10 +204,12 @@ def build_optimizer(ddp, config, lr: float, clip_grad: float = 0.0, weight_decay
             adam_beta1=0.9,
             adam_beta2=0.999,
             adam_eps=1e-8,
-            bf16=True,
+            bf16=config.bf16,
+            fp16=config.fp16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
             clip_grad=clip_grad,
+            **loss_scale,
         ),
         [ddp],
     )

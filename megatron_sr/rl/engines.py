@@ -17,7 +17,7 @@ KINDS = ("in-process", "subprocess", "ray")
 def build_engine(args, model_dir: Path) -> RolloutEngine:
     """This rank's engine as the flags say; collective. After Megatron's process groups: vLLM in process joins the default one."""
     options = {
-        "dtype": "bfloat16",
+        "dtype": "float16" if args.fp16 else "bfloat16",
         "max_model_len": args.max_prompt_tokens + args.max_completion_tokens,
         "max_num_seqs": min(512, args.prompts * args.completions),
         "max_num_batched_tokens": max(8192, args.max_prompt_tokens + args.max_completion_tokens),

@@ -86,7 +86,8 @@ class PostTraining:
             self.queue.close()
         self.log.close()
         if self.args.save_hf:
-            save_hf.write(self.args.save_hf if self.is_writer else None, self.policy.export(), self.args.model)
+            target, dtype = self.args.save_hf if self.is_writer else None, self.policy.dtype
+            save_hf.write(target, self.policy.export(), self.args.model, dtype=dtype)
 
     def _draw(self, iteration: int) -> Batch:
         return Batch.draw(self.task, self.args.seed, iteration, self.args.prompts, self.args.completions)

@@ -1,9 +1,13 @@
-"""The policy loss of Dr. GRPO with asymmetric and dual clipping.
+"""The policy loss of Dr. GRPO with asymmetric and dual clipping, and truncated importance sampling.
 
-ratio = exp(log p - log p_old)                                       per token
-J     = min(ratio A, clip(ratio, 1 - low, 1 + high) A)               PPO; high > low as in DAPO's "clip higher"
-J     = max(J, dual A)                       where A < 0             dual clip (Ye et al. 2020): bounds a huge ratio
-loss  = - sum(J over response tokens) / token budget                 a constant budget: no length bias
+d     = log p - log p_old, kept within +-20                            so that exp(d) stays finite (as verl does)
+ratio = exp(d)                                                         per token
+J     = min(ratio A, clip(ratio, 1 - low, 1 + high) A)                 PPO (Schulman et al. 2017, eq. 7); high > low is "clip
+                                                                       higher" (DAPO, Yu et al. 2025, eq. 10)
+J     = max(J, dual A)                       where A < 0               dual clip (Ye et al. 2020, eq. 5): bounds a huge ratio
+J     = w J                                                            w: truncated importance weights, if wanted
+loss  = - sum(J over response tokens) / token budget                   Dr. GRPO (Liu et al. 2025, sec. 3.2): a constant, so that
+                                                                       long answers are not favoured
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
@@ -29,15 +35,34 @@ def policy_loss(
     mask: torch.Tensor,
     token_budget: int,
     clipping: Clipping,
+    importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scalar loss of a micro-batch (FP32).
+    """Scalar loss of a micro-batch, in the dtype of log_probs (FP32).
 
     log_probs, old_log_probs, mask [batch, sequence]; advantages [batch]; mask is 1 on response tokens. token_budget is the
-    constant that replaces the number of tokens: batch * max completion tokens.
+    constant that replaces the number of tokens: batch * max completion tokens. importance [batch, sequence]: weights of the
+    tokens (`truncated_importance`), without gradient; None: 1. Whatever stands outside the mask reaches neither loss nor gradient.
     """
-    advantages = advantages[:, None]
-    ratio = (log_probs - old_log_probs).exp()
+    used, advantages = mask.bool(), advantages[:, None]
+    log_ratio = torch.where(used, log_probs - old_log_probs, 0.0)
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clipping.low, 1 + clipping.high) * advantages)
     objective = torch.where(advantages < 0, torch.maximum(objective, clipping.dual * advantages), objective)
-    # where, not multiplication: padding may hold any value, also one whose ratio overflows
-    return -torch.where(mask.bool(), objective, 0.0).sum() / token_budget
+    if importance is not None:
+        objective = objective * importance.detach()
+    return -torch.where(used, objective, 0.0).sum() / token_budget
+
+
+@torch.no_grad()
+def truncated_importance(
+    trainer_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """w = min(p_trainer / p_rollout, cap) per token: [batch, sequence] like its arguments, 1 outside the mask.
+
+    Tokens come from the engine's distribution, the trainer's gradient is of its own: kernels differ, and with stale rollouts weights
+    too. The weight corrects the expectation; the cap bounds its variance from above (Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training"; Ionides 2008, truncated importance sampling). Both log-probabilities are of the
+    token's policy when it was drawn and before this update: p_trainer recomputed by the trainer, p_rollout as the engine reported it.
+    """
+    log_ratio = (trainer_log_probs - rollout_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.where(mask.bool(), log_ratio.exp().clamp(max=cap), 1.0)

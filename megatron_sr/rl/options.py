@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron_sr.config import add_flags, from_flags
 
-
 # Megatron's flags of the dynamic loss scale, with Megatron's defaults.
 LOSS_SCALE = (
     ("initial_loss_scale", float, 2.0**32, "loss scale of the first step"),

@@ -14,17 +14,31 @@ from megatron_sr.rollout.export import export_hf, load_hf
 
 
 class Policy:
-    """Built on every rank after `initialize_model_parallel`, from a Hugging Face config and state dict (base weights)."""
+    """Built on every rank after `initialize_model_parallel`, from a Hugging Face config and state dict (base weights).
 
-    def __init__(self, hf_config, state_dict: dict[str, torch.Tensor], layout: Layout, lr: float, clip_grad: float):
+    dtype: of the model params, BF16 or FP16; FP16 brings Megatron's dynamic loss scale, whose settings are `loss_scale`
+    (see `build_optimizer`). skipped_steps: how many optimizer steps it skipped because gradients overflowed.
+    """
+
+    def __init__(
+        self,
+        hf_config,
+        state_dict: dict[str, torch.Tensor],
+        layout: Layout,
+        lr: float,
+        clip_grad: float,
+        dtype: torch.dtype = torch.bfloat16,
+        **loss_scale,
+    ):
         from megatron.core import parallel_state
 
         self.hf_config, self.layout = hf_config, layout
-        self.config = transformer_config(hf_config, layout)
+        self.config = transformer_config(hf_config, layout, dtype)
         self.gpt = gpt_model(hf_config, self.config)
         load_hf(self.gpt, state_dict, hf_config)
         self.ddp = wrap_ddp(self.gpt, self.config)
-        self.optimizer = build_optimizer(self.ddp, self.config, lr=lr, clip_grad=clip_grad)
+        self.optimizer = build_optimizer(self.ddp, self.config, lr=lr, clip_grad=clip_grad, **loss_scale)
+        self.dtype, self.skipped_steps = dtype, 0
         self.base_params = [p.detach().clone() for p in self.gpt.parameters()]
         self.data_parallel_group = parallel_state.get_data_parallel_group()
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
@@ -75,10 +89,12 @@ class Policy:
 
     def train_step(
         self, batch: dict[str, torch.Tensor], micro_batch_size: int, max_tokens: int, clipping: Clipping
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float | None]:
         """One optimizer step on this rank's share of a mini-batch; returns (loss averaged over data-parallel ranks, gradient norm).
 
-        batch: tokens [B, S + 1]; old_log_probs, mask [B, S]; advantages [B]. Raises RuntimeError when Megatron skips the step.
+        batch: tokens [B, S + 1]; old_log_probs, mask [B, S]; advantages [B]; optionally importance [B, S] (see `policy_loss`).
+        A norm of None: the gradients overflowed in FP16, so Megatron skipped the step, and lowers the loss scale.
+        Raises RuntimeError when it skips a step in BF16, which has no loss scale to lower.
         """
 
         def loss_of(output, micro_batch):
@@ -89,6 +105,7 @@ class Policy:
                 micro_batch["mask"],
                 token_budget=len(output) * max_tokens,
                 clipping=clipping,
+                importance=micro_batch.get("importance"),
             )
             return loss, {"loss": loss.detach()}
 
@@ -99,11 +116,18 @@ class Policy:
         outputs = self._run(micro_batches, loss_of, forward_only=False)
         success, grad_norm, _ = self.optimizer.step()
         if not success:
-            raise RuntimeError("Megatron skipped the optimizer step: the gradients overflowed or are not finite")
+            if self.dtype != torch.float16:
+                raise RuntimeError("Megatron skipped the optimizer step: the gradients overflowed or are not finite")
+            self.skipped_steps += 1
         loss = torch.stack([o["loss"] for o in outputs]).mean() if self.is_last_stage else torch.zeros(())
         loss = self._from_last_stage(loss)
         dist.all_reduce(loss, group=self.data_parallel_group)
-        return loss.item() / self.data_parallel_size, float(grad_norm or 0.0)
+        return loss.item() / self.data_parallel_size, float(grad_norm or 0.0) if success else None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the backward pass; 1.0 in BF16."""
+        return float(self.optimizer.get_loss_scale())
 
     def _run(self, micro_batches: list[dict], consume, forward_only: bool, **kwargs) -> list:
         """Megatron's pipeline schedule over `micro_batches`; `consume(log_probs, micro_batch)` runs on the last stage."""

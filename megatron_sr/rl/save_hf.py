@@ -28,11 +28,16 @@ def check_new(directory: Path) -> None:
 
 
 def write(
-    directory: Path | None, tensors: Iterable[tuple[str, torch.Tensor]], base: Path, shard_bytes: int = SHARD_BYTES
+    directory: Path | None,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    base: Path,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Write (Hugging Face name, tensor) pairs with all files of the checkpoint folder `base` but its weights.
 
     directory    None consumes the tensors only: what a rank that does not write does in a collective export
+    dtype        of the tensors, which config.json must name: transformers would load FP16 weights as BF16, rounding them
     shard_bytes  most bytes of a safetensors file, and most that is held in memory (one tensor may exceed it)
 
     The weights get their final names, and config.json, without which nobody takes the folder for a model, comes last: a kill
@@ -73,4 +78,15 @@ def write(
         (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     others = [f for f in sorted(base.iterdir()) if f.is_file() and f.suffix != ".safetensors" and f.name != _INDEX]
     for file in sorted(others, key=lambda f: f.name == "config.json"):
-        shutil.copyfile(file, directory / file.name)
+        if file.name == "config.json" and dtype != torch.bfloat16:
+            _write_config(file, directory / file.name, dtype)
+        else:
+            shutil.copyfile(file, directory / file.name)
+
+
+def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    config = json.loads(source.read_text())
+    fields = [name for name in ("dtype", "torch_dtype") if name in config] or [
+        "dtype"
+    ]  # torch_dtype: before transformers 5
+    target.write_text(json.dumps(config | dict.fromkeys(fields, str(dtype).removeprefix("torch.")), indent=2) + "\n")

@@ -51,7 +51,8 @@ def build(args):
     from megatron_sr.rl.mxfp8 import engine_start
     from megatron_sr.rl.policy import Policy
 
-    base = load_base(args.model)
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    base = load_base(args.model, dtype)
     if args.numerical_parity:
         numerical_parity.prepare()
     if torch.cuda.is_available():
@@ -60,7 +61,7 @@ def build(args):
     layout = Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
     initialize_model_parallel(layout, args.seed)
     torch.manual_seed(args.seed)
-    policy = Policy(hf_config, base, layout, lr=args.lr, clip_grad=args.clip_grad)
+    policy = Policy(hf_config, base, layout, args.lr, args.clip_grad, dtype, **options.loss_scale(args))
     rounding = apply_param_rounding(policy.optimizer, policy.ddp, from_flags(args))
     if rounding.mxfp8 is not None:
         base = {name: tensor.clone() for name, tensor in policy.export()}  # sticking counts from the first MXFP8 values

@@ -43,14 +43,16 @@ def is_mxfp8(hf_config) -> bool:
     return True
 
 
-def expected_tensors(hf_config) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def expected_tensors(hf_config, dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> (shape, dtype) of every tensor of a checkpoint with this config, in export order; a scale follows its weight.
+
+    dtype: of the weights where the checkpoint is not MXFP8.
 
     Raises ValueError for an unsupported family or quantization, and for a weight whose rows blocks of 32 do not divide.
     """
     shapes = names.expected_shapes(hf_config)
     if not is_mxfp8(hf_config):
-        return {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
+        return {name: (shape, dtype) for name, shape in shapes.items()}
     ignore = _quantization(hf_config).get("ignore") or []
     quantized = {name for name in shapes if is_linear(name) and not _is_ignored(name, ignore)}
     return with_scales(shapes, quantized)

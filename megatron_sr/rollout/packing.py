@@ -4,8 +4,9 @@ Two ways, both exact about what they claim:
 
 - `Permutation`: a packer that only moves elements is learnt by packing their positions, then undone. Gives the live bits.
 - `probe_linear`: a layout behind an opaque handle is read through the live operator itself, by multiplying with the identity.
-  Gives values: -0.0 comes back as +0.0, and kernels that flush subnormals return zero for them, so `values_only` maps both to +0.0
-  on either side of a comparison. A difference that this hides cannot change any result of that operator.
+  Gives values: -0.0 comes back as +0.0, and kernels that flush BF16's subnormals return zero for them, so `values_only` maps both
+  to +0.0 on either side of a comparison. A difference that this hides cannot change any result of that operator. FP16's subnormals
+  are common weights (below 6.1e-5) and must come back: kernels widen them to FP32, where they are normal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-_LARGEST_SUBNORMAL = 127 * 2.0**-133  # of BF16
+# Magnitudes up to which values read through an operator may come back as zero: BF16's largest subnormal; in FP16 zero alone.
+_FLUSHED = {torch.bfloat16: 127 * 2.0**-133, torch.float16: 0.0}
 _WIDER = {1: torch.int16, 2: torch.int32, 4: torch.int64}
 _PROBE_ROWS = 512  # identity rows per call: bounds the product to 512 x out_features
 
@@ -22,17 +24,23 @@ _PROBE_ROWS = 512  # identity rows per call: bounds the product to 512 x out_fea
 class Permutation:
     """Where a packer of 16-bit elements puts each element, for one weight shape.
 
-    pack   maps a BF16 tensor to a tensor with the same number of 16-bit elements; it must only move them
+    pack   maps a tensor of `dtype` to a tensor with the same number of 16-bit elements; it must only move them
     shape  of the unpacked tensor
+    dtype  torch.bfloat16 or torch.float16
 
     The positions are sent through `pack` as bit patterns, in two passes (low and high half of a 32-bit index).
     Raises ValueError when `pack` does more than move elements.
     """
 
-    def __init__(self, pack: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]):
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.bfloat16,
+    ):
         count = torch.Size(shape).numel()
         position = torch.arange(count, dtype=torch.int32)
-        low, high = (self._send(pack, half, shape) for half in (position & 0xFFFF, position >> 16))
+        low, high = (self._send(pack, half, shape, dtype) for half in (position & 0xFFFF, position >> 16))
         source = (high << 16) | low
         if source.numel() != count or not torch.equal(source.sort().values, position):
             raise ValueError(
@@ -48,10 +56,10 @@ class Permutation:
         self._strided = _as_strides(self._where)
 
     @staticmethod
-    def _send(pack, half: torch.Tensor, shape) -> torch.Tensor:
-        packed = pack(half.to(torch.int16).view(torch.bfloat16).view(shape))
+    def _send(pack, half: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:
+        packed = pack(half.to(torch.int16).view(dtype).view(shape))
         if packed.element_size() != 2:
-            raise ValueError(f"the kernel's weight packer turned BF16 into {packed.dtype}")
+            raise ValueError(f"the kernel's weight packer turned {dtype} into {packed.dtype}")
         return packed.contiguous().view(torch.int16).reshape(-1).int() & 0xFFFF
 
     def undo(self, packed: torch.Tensor) -> torch.Tensor:
@@ -101,23 +109,27 @@ def _inside(count: int, run: int) -> torch.Tensor:
     return torch.arange(1, count) % run != 0
 
 
-def probe_linear(linear: Callable[[torch.Tensor], torch.Tensor], in_features: int) -> torch.Tensor:
-    """The weight [out_features, in_features] of a live BF16 linear operator `linear(x) = x @ weight.T`, by value.
+def probe_linear(
+    linear: Callable[[torch.Tensor], torch.Tensor], in_features: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """The weight [out_features, in_features] of a live linear operator `linear(x) = x @ weight.T` of this dtype, by value.
 
     Each output is one weight times 1.0 plus zeros, hence exact. A NaN or infinity in a row of the weight makes the whole row NaN.
     """
     columns = []
     for at in range(0, in_features, _PROBE_ROWS):
         rows = min(_PROBE_ROWS, in_features - at)
-        identity = torch.zeros(rows, in_features, dtype=torch.bfloat16)
+        identity = torch.zeros(rows, in_features, dtype=dtype)
         identity[torch.arange(rows), at + torch.arange(rows)] = 1.0
         columns.append(linear(identity).t())
     return torch.cat(columns, 1)
 
 
 def values_only(tensor: torch.Tensor) -> torch.Tensor:
-    """A BF16 tensor with -0.0 and subnormals replaced by +0.0; all other bits, NaN's too, are kept."""
-    return torch.nn.functional.hardshrink(tensor, _LARGEST_SUBNORMAL)  # zero where |x| is at most that; one fast pass
+    """The tensor with -0.0, in BF16 subnormals too, replaced by +0.0; all other bits, NaN's too, are kept."""
+    return torch.nn.functional.hardshrink(
+        tensor, _FLUSHED[tensor.dtype]
+    )  # zero where |x| is at most that; one fast pass
 
 
 def count_indistinct(tensor: torch.Tensor) -> int:

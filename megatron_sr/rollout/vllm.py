@@ -40,7 +40,7 @@ class VLLMEngine:
 
     model_dir               a Hugging Face checkpoint directory (config.json, *.safetensors) of a Qwen2, Qwen3 or Qwen3-MoE model, in
                             BF16 or in MXFP8 (`mxfp8_layout`)
-    dtype                   "bfloat16"
+    dtype                   "bfloat16" or "float16" (not MXFP8, not MoE): of the weights and of what it computes with
     max_model_len           most tokens of prompt plus completion
     max_num_seqs            most sequences decoded at once
     max_num_batched_tokens  most tokens of one engine step
@@ -74,8 +74,10 @@ class VLLMEngine:
         self._directory = Path(model_dir)
         if not (self._directory / "config.json").is_file():
             raise FileNotFoundError(f"{self._directory} is not a model directory: it has no config.json")
-        if dtype != "bfloat16":
-            raise ValueError(f"dtype={dtype!r}: the engine's weights are verified for 'bfloat16' only; use it")
+        if dtype not in ("bfloat16", "float16"):
+            raise ValueError(
+                f"dtype={dtype!r}: the engine's weights can be verified in 'bfloat16' and 'float16'; use one of them"
+            )
         if tensor_parallel_size > 1 and torch.distributed.is_initialized():
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} starts worker processes, which must not inherit the trainer's ranks: "
@@ -85,7 +87,11 @@ class VLLMEngine:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._directory)
-        self._wanted = mxfp8_layout.expected_tensors(config)
+        if dtype == "float16" and (mxfp8_layout.is_mxfp8(config) or config.model_type == "qwen3_moe"):
+            raise ValueError(
+                f"dtype='float16' with {self._directory}: MXFP8 and MoE models run in 'bfloat16' here; use it"
+            )
+        self._wanted = mxfp8_layout.expected_tensors(config, getattr(torch, dtype))
         if mxfp8_layout.is_mxfp8(config):
             vllm_mxfp8.prepare(config, tensor_parallel_size)
         vllm_shards.check_divisible(config, tensor_parallel_size)
@@ -276,7 +282,10 @@ class VLLMEngine:
         self._refusal = "the engine was shut down"
 
     def _checkpoint(self) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint's files. Raises ValueError when one that the model needs is in none of them."""
+        """The tensors of the checkpoint's files, in FP16 if the engine computes in it.
+
+        Raises ValueError when one that the model needs is in none of them.
+        """
         from safetensors.torch import load_file
 
         tensors: dict[str, torch.Tensor] = {}
@@ -284,7 +293,8 @@ class VLLMEngine:
             tensors.update(load_file(file))
         if missing := [name for name in self._wanted if name not in tensors]:
             raise ValueError(f"{self._directory}: no .safetensors file holds {missing[:8]}")
-        return {name: tensors[name] for name in self._wanted}
+        half = {name for name, (_, dtype) in self._wanted.items() if dtype == torch.float16}
+        return {name: tensors[name].half() if name in half else tensors[name] for name in self._wanted}
 
     def _rpc(self, method: str, *arguments) -> list:
         """Call a method of `WeightsWorker` on every worker. Raises EngineDead when one of them is gone."""

@@ -28,13 +28,16 @@ from megatron_sr.rollout.packing import Permutation, probe_linear
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def live_views(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[LiveView]:
+def live_views(
+    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16
+) -> list[LiveView]:
     """Every place where the live model holds a weight; a tensor may be held in two (a tied or an untied head's table and operator).
 
-    shapes: the Hugging Face names and shapes expected (`names.expected_shapes`). Kernels replace their layouts at a reload, so take
-    fresh views after each. Raises ValueError when a parameter has no name here, or a name has no place.
+    shapes: the Hugging Face names and shapes expected (`names.expected_shapes`); dtype: the model's, BF16 or FP16.
+    Kernels replace their layouts at a reload, so take fresh views after each.
+    Raises ValueError when a parameter has no name here, or a name has no place.
     """
-    views = [view for path, module in model.named_modules() for view in _module_views(path, module, shapes)]
+    views = [view for path, module in model.named_modules() for view in _module_views(path, module, shapes, dtype)]
     held = {name for view in views for name in view.names}
     if held != set(shapes):
         raise ValueError(
@@ -44,7 +47,7 @@ def live_views(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) ->
     return views
 
 
-def _module_views(path: str, module: torch.nn.Module, shapes) -> Iterator[LiveView]:
+def _module_views(path: str, module: torch.nn.Module, shapes, dtype: torch.dtype) -> Iterator[LiveView]:
     parameters = dict(module.named_parameters(recurse=False))
     if vllm_mxfp8.is_quantized(module):
         yield from _mxfp8_views(path, module, parameters, shapes)
@@ -61,9 +64,9 @@ def _module_views(path: str, module: torch.nn.Module, shapes) -> Iterator[LiveVi
         if parameter.numel() and not getattr(operator, "__closure__", None):
             operator = None  # it holds nothing of its own: it computes with the parameter that it is given
         if parameter.numel() or operator is None:
-            yield LiveView(names, True, lambda p=parameter, n=names: _split(_narrow(p.data), n, shapes))
+            yield LiveView(names, True, lambda p=parameter, n=names: _split(_narrow(p.data, dtype), n, shapes))
         if operator is not None:
-            yield _operator_view(module, operator, names, shapes)
+            yield _operator_view(module, operator, names, shapes, dtype)
 
 
 def _hf_names(path: str, leaf: str, shapes) -> tuple[str, ...]:
@@ -87,41 +90,41 @@ def _split(whole: torch.Tensor, names, shapes) -> list[torch.Tensor]:
     return out
 
 
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    """BF16 that a kernel keeps widened to FP32 (AMX: biases, weights of under 16 rows), narrowed again where that loses nothing."""
-    narrow = tensor.to(torch.bfloat16)
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights that a kernel keeps widened to FP32 (AMX: biases, under 16 rows), narrowed to `dtype` again where that loses nothing."""
+    narrow = tensor.to(dtype)
     return narrow if tensor.dtype == torch.float32 and torch.equal(narrow.float(), tensor) else tensor
 
 
-def _operator_view(module, operator, names, shapes) -> LiveView:
+def _operator_view(module, operator, names, shapes, dtype: torch.dtype) -> LiveView:
     rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
     closure = dict(zip(operator.__code__.co_freevars, (cell.cell_contents for cell in operator.__closure__ or ())))
     packed = closure.get("packed_weight")
     if packed is not None:
         rows = closure["N"]  # the vocabulary's padding is packed too
-        return LiveView(names, True, lambda: _split(_unpack_linear(packed, (rows, columns)), names, shapes))
+        return LiveView(names, True, lambda: _split(_unpack_linear(packed, (rows, columns), dtype), names, shapes))
     weight = module.weight  # only the fall-back torch operator looks at it
     return LiveView(
-        names, False, lambda: _split(probe_linear(lambda x: operator(x, weight, None), columns), names, shapes)
+        names, False, lambda: _split(probe_linear(lambda x: operator(x, weight, None), columns, dtype), names, shapes)
     )
 
 
-def _unpack_linear(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def _unpack_linear(packed: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     if packed.dtype == torch.float32:  # under 16 rows: transposed and widened
-        return _narrow(packed).t()
-    return _linear_permutation(shape).undo(packed)
+        return _narrow(packed, dtype).t()
+    return _linear_permutation(shape, dtype).undo(packed)
 
 
 @lru_cache(maxsize=64)
-def _linear_permutation(shape: tuple[int, int]) -> Permutation:
-    return Permutation(torch.ops._C.convert_weight_packed, shape)
+def _linear_permutation(shape: tuple[int, int], dtype: torch.dtype) -> Permutation:
+    return Permutation(torch.ops._C.convert_weight_packed, shape, dtype)
 
 
 @lru_cache(maxsize=64)
-def _expert_permutation(shape: tuple[int, int], isa: str) -> Permutation:
+def _expert_permutation(shape: tuple[int, int], isa: str, dtype: torch.dtype) -> Permutation:
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    return Permutation(lambda weight: cpu_prepack_moe_weight(weight[None], isa)[0], shape)
+    return Permutation(lambda weight: cpu_prepack_moe_weight(weight[None], isa)[0], shape, dtype)
 
 
 def _expert_views(path: str, module, shapes) -> Iterator[LiveView]:
@@ -163,7 +166,7 @@ def _mxfp8_views(path: str, module, parameters, shapes) -> Iterator[LiveView]:
 
 def _expert(held: torch.Tensor, isa: str | None, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
     """One expert's matrices, without the kernel's padding of the intermediate size (rows of each part, or columns of down)."""
-    whole = held if isa is None else _expert_permutation(tuple(held.shape), isa).undo(held)
+    whole = held if isa is None else _expert_permutation(tuple(held.shape), isa, held.dtype).undo(held)
     return [_without_padding(part, shape) for part, shape in zip(whole.chunk(len(shapes)), shapes)]
 
 

@@ -47,7 +47,7 @@ class WeightsWorker:
 
     def sr_views(self):
         """Where this worker holds its weights, now (`vllm_readback.live_views`)."""
-        return live_views(self.model_runner.get_model(), self._sr_shapes)
+        return live_views(self.model_runner.get_model(), self._sr_shapes, self.model_config.dtype)
 
     def sr_reload(
         self,

@@ -35,8 +35,8 @@ class NotHere(Exception):
     """This machine's processor lacks what a check is about."""
 
 
-def build(directory):
-    return VLLMEngine(directory, max_model_len=320, max_num_seqs=16, max_num_batched_tokens=1024)
+def build(directory, **options):
+    return VLLMEngine(directory, max_model_len=320, max_num_seqs=16, max_num_batched_tokens=1024, **options)
 
 
 def results(engine):
@@ -344,6 +344,29 @@ def check_fresh_engine(directory, weights, after_update):
     engine.shutdown()
 
 
+def check_fp16(directory):
+    """An FP16 engine: its weights are the checkpoint's, cast; then every finite pattern of bits, subnormals and -0.0 too, read back."""
+    base = {name: tensor.half() for name, tensor in load_file(directory / "model.safetensors").items()}
+    engine = build(directory, dtype="float16")
+    assert engine.weights_digest() == Manifest.of(base.items(), 0).digest
+    generator = torch.Generator().manual_seed(16)
+    bits = {name: torch.randint(-0x8000, 0x7C00, tensor.shape, generator=generator) for name, tensor in base.items()}
+    bits = {
+        name: torch.where(b < -0x400, b.clamp(max=-0x401), b.clamp(min=0)) for name, b in bits.items()
+    }  # no Inf, no NaN
+    weights = {name: b.to(torch.int16).view(torch.float16) for name, b in bits.items()}
+    report = engine.update_weights(weights.items(), 1)
+    assert report.good, report.mismatched
+    assert report.digest == engine.weights_digest() == Manifest.of(weights.items(), 1).digest
+    by_value = [name for view in views(engine) if not view.bits for name in view.names]
+    assert report.indistinct == sum(int((bits[name] == -0x8000).sum()) for name in by_value), "only -0.0 may hide"
+    with pytest.raises(UpdateRefused, match="bfloat16, the model torch.float16"):
+        engine.update_weights(((name, w.bfloat16()) for name, w in weights.items()), 2)
+    assert engine.update_weights(base.items(), 2).good
+    assert all(len(tokens) == 8 for tokens, _ in results(engine))
+    engine.shutdown()
+
+
 def check_family(family, directory):
     kind, arguments = FAMILIES[family]
     make_checkpoint(directory, kind, **arguments)
@@ -384,6 +407,9 @@ def check_family(family, directory):
     with pytest.raises(UpdateRefused, match="shut down"):
         engine.update_weights(base.items(), 100)
     engine = None
+    if family == "tied-bias":
+        check_fp16(directory)
+        print(f"ok {family} fp16", flush=True)
     check_fresh_engine(directory, weights, after_update)
     print(f"ok {family} fresh-engine", flush=True)
 

@@ -21,6 +21,7 @@ CHECKS = {
     "flipped-bits": FAMILIES,
     "aborted-update": ("dense", "tied-bias", "moe"),
     "faults-are-seen": ("tied-bias", "moe"),
+    "fp16": ("tied-bias",),
     "sampling": ("dense",),
     "amx-layouts": ("dense",),
     "large-linears": ("dense",),
