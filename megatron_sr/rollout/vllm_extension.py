@@ -6,3 +6,4 @@ from megatron_sr.rollout.vllm_worker import WeightsWorker
 __all__ = ["WeightsWorker"]
 
 vllm_faults.keep_large_linears_plain()
+vllm_faults.request_amx()

@@ -1,4 +1,4 @@
-"""Workarounds of three vLLM faults on CPU (0.32 and 0.33), all in this file.
+"""Workarounds of four vLLM faults on CPU (0.32 and 0.33), all in this file.
 
 1. MoE experts are packed at the first load only. `UnquantizedFusedMoEMethod._setup_kernel` calls the experts'
    `process_weights_after_loading`, which packs w13 and w2 for the CPU kernel, only when the kernel is built; a later
@@ -8,6 +8,8 @@
 3. A request with a seed breaks the engine when its prompt is computed in parts: a prompt longer than what is left of
    max_num_batched_tokens, or one computed anew after an update that kept it. vLLM samples a token at the end of every part, throws
    it away, and rewinds the request's generator by an offset, which only CUDA generators have.
+4. vLLM's AMX attention does not ask Linux for the right to use AMX tiles. Most often oneDNN has done so, in a matrix product; where the
+   first request of a process is one token long, none needed AMX, and the process dies of SIGILL.
 
 The workarounds look at what vLLM does, not at a version number, so they do nothing once it does the work itself. The read-back
 after each update would show faults 1 and 2. Delete this file when no supported version needs it.
@@ -83,6 +85,15 @@ def rewind_cpu_generators(runner) -> None:
             batch.generators = generators
 
     runner.sample_tokens = sample_tokens
+
+
+def request_amx() -> None:
+    """Ask Linux for the right to use AMX tiles, for all threads of this process (fault 4). Does nothing where there is no AMX."""
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        raise RuntimeError(
+            "this processor has AMX, but Linux does not let this process use it, so that vLLM's attention would end it with SIGILL; "
+            "use Linux 5.16 or newer, and under gVisor, seccomp or the like allow arch_prctl(ARCH_REQ_XCOMP_PERM)"
+        )
 
 
 def keep_large_linears_plain() -> None:
