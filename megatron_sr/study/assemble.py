@@ -17,9 +17,9 @@ TABLE1_LR = 1e-6
 
 def experiment(plan: ExperimentPlan, run: Runs) -> Experiment:
     """Make all runs of a plan, `run(settings) -> raw runs in order`, and put the experiment together."""
-    wanted = [settings for panel in plan.panels for _, settings in panel.runs()]
+    wanted = [settings for p in plan.panels for _, settings in p.runs()]
     made = iter(run(wanted))
-    panels = [panel(p, [(arm, settings, next(made)) for arm, settings in p.runs()]) for p in plan.panels]
+    panels = [make_panel(p, [(arm, settings, next(made)) for arm, settings in p.runs()]) for p in plan.panels]
     return {
         "title": plan.title,
         "question": plan.question,
@@ -29,7 +29,7 @@ def experiment(plan: ExperimentPlan, run: Runs) -> Experiment:
     }
 
 
-def panel(plan: PanelPlan, runs: Iterable[tuple[ArmPlan, RunSettings, dict]]) -> Panel:
+def make_panel(plan: PanelPlan, runs: Iterable[tuple[ArmPlan, RunSettings, dict]]) -> Panel:
     """The arms of a panel from their runs, in the order of `plan.runs()`."""
     by_arm: dict[str, list[Run]] = {arm.name: [] for arm in plan.arms}
     settings_of: dict[str, dict] = {}

@@ -94,7 +94,7 @@ class Model:
             x = self._layer(i, x, mask, None)
         logits = self._logits(x[:, length - 1 :]).log_softmax(-1)
         first = logits[:, :1].expand(p, g, -1)  # every completion's first token is predicted by the prompt's last one
-        by_step = torch.cat([first[:, None], logits[:, 1:].view(p, r - 1, g, -1)], 1)
+        by_step = torch.cat([first[:, None], logits[:, 1:].unflatten(1, (r - 1, g))], 1)
         return by_step.gather(-1, completions.transpose(1, 2)[..., None]).squeeze(-1).transpose(1, 2)
 
     @torch.no_grad()

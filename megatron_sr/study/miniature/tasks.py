@@ -42,7 +42,7 @@ class Addition:
     @property
     def evaluation_prompts(self) -> int:
         """As many as the exact reward is averaged over: fewer where there are many right completions to score."""
-        return 64 if self.scratch else 512
+        return 48 if self.scratch else 512
 
     @property
     def answer_length(self) -> int:
@@ -74,7 +74,7 @@ class Addition:
         answers = self._answers(prompts)[:, None]
         if not self.scratch:
             return answers, torch.ones(answers.shape[:2], dtype=torch.bool)
-        scratch = digits(torch.arange(10**self.scratch), self.scratch)
+        scratch = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * self.scratch).view(-1, self.scratch)
         p, k = len(prompts), len(scratch)
         completions = torch.cat([scratch.expand(p, k, -1), answers.expand(p, k, -1)], -1)
         return completions, torch.ones(p, k, dtype=torch.bool)
