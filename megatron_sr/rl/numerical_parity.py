@@ -1,7 +1,7 @@
 """`--numerical-parity`: trainer and engine compute one function, deterministically, and what still differs is named.
 
 For controlled comparisons (of roundings, of formats) the trainer-engine gap must not be a third variable. The mode turns on
-deterministic algorithms in torch and Megatron, batch-invariant kernels in vLLM on CUDA (on CPU vLLM's are, measured), and gives
+deterministic algorithms in torch and Megatron, batch-invariant kernels in vLLM on CUDA, FP32 attention in vLLM on CPU, and gives
 the trainer's forward pass the engine's arithmetic (`engine_numerics`). At start-up every kind of operator is compared: both
 sides' own, on equal inputs taken from the live engine.
 """
@@ -52,8 +52,11 @@ def check(args) -> None:
 
 
 def prepare() -> None:
-    """Before process groups and the engine: deterministic algorithms, and the environment that they need on CUDA."""
+    """Before process groups and the engine: deterministic algorithms, the environment that they need on CUDA, no AMX on CPU."""
     torch.use_deterministic_algorithms(True)
+    # vLLM chooses its CPU attention by this function. The kernel for AMX rounds the attention probabilities to BF16, which nothing in
+    # the trainer does; the other one computes in FP32.
+    torch.cpu._is_amx_tile_supported = lambda: False
     if torch.cuda.is_available():
         os.environ.update(_CUDA_ENVIRONMENT)
 

@@ -203,15 +203,15 @@ def test_point_9_numerical_parity_is_bit_reproducible_run_to_run(tmp_path):
     assert runs[0] == runs[1]
     operators = {row["operator"]: row["equal"] for row in records[0]["operators"]}
     print(operators)
-    # Linear layers, norms, rotary embedding, attention ...: the same bits for the same inputs. Attention sums in tiles of its own
-    # order, so that one in a thousand elements may differ.
+    # Linear layers, norms, rotary embedding ...: the same bits for the same inputs. Attention sums in tiles of its own order, so that
+    # one in ten thousand elements differs where the kernel cuts off (no AVX512-BF16); none where it rounds.
     assert {"embedding", "RMSNorm", "RMSNorm of q, k", "residual sum", "linear", "rotary embedding", "SiLU x up", "output layer",
             "log-softmax", "attention"} == operators.keys()  # fmt: skip
     assert all(equal == 1.0 for operator, equal in operators.items() if operator != "attention"), operators
     assert operators["attention"] > 0.99
     for r in records[2:]:
-        assert r["logprob_bit_exact"] > 0.9
-        assert r["logprob_gap_mean"] < 5e-4  # 3e-3 without the flag
+        assert r["logprob_bit_exact"] > 0.9  # 0.96 on AVX2, 1.0 with AVX512-BF16; 0.03 and 0.07 without the flag
+        assert r["logprob_gap_mean"] < 5e-4  # 6e-5 on AVX2, 0.0 with AVX512-BF16; 3e-3 without the flag
 
 
 def test_points_3_and_4_rollouts_ahead_with_delta_sync(tmp_path):
