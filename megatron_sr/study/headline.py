@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_sr.rl.metrics import read_metrics
 from megatron_sr.study.demo import BASE
-from megatron_sr.study.experiments import ArmPlan
+from megatron_sr.study.experiments import SETTLED_LOSS_SCALE, ArmPlan
 from megatron_sr.study.runner import Cache, code_hash
 
 CODE = (
@@ -34,7 +34,11 @@ ARMS = (
     ArmPlan("bf16-nearest", "BF16 nearest", {"format": "bf16", "rounding": "nearest"}),
     ArmPlan("bf16-stochastic", "BF16 stochastic", {"format": "bf16", "rounding": "stochastic"}),
 )
-FP16_ARM = ArmPlan("fp16", "FP16", {"format": "fp16", "rounding": "nearest"})
+FP16_ARM = ArmPlan(
+    "fp16-settled",
+    "FP16, loss scale from 2^16",
+    {"format": "fp16", "rounding": "nearest", "initial_loss_scale": SETTLED_LOSS_SCALE},
+)
 
 
 class JobFailed(RuntimeError):
@@ -95,7 +99,7 @@ def _flags(arm: ArmPlan, seed: int, iterations: int) -> list[str]:
     flags = ["--model", BASE, "--task", "addition", "--lr", "1e-6", "--seed", seed, "--iterations", iterations]
     flags += ["--param-rounding", arm.settings["rounding"], "--quiet", "--main-params-interval", 10]
     if arm.settings["format"] == "fp16":
-        flags += ["--fp16"]
+        flags += ["--fp16", "--initial-loss-scale", arm.settings["initial_loss_scale"]]
     return [str(flag) for flag in flags]
 
 
@@ -132,8 +136,8 @@ def to_run(records: list[dict], seed: int, seconds: float) -> dict:
     """
     records = [record for record in records if "exact_reward" in record]
     steps = [share for record in records for _, share in record.get("unchanged_after_steps", [])]
-    skipped = sum(record.get("skipped_steps", 0) for record in records)
     last = records[-1]
+    skipped = last.get("skipped_steps", 0)  # so far
     return {
         "base": BASE.parent.name,
         "seed": seed,
