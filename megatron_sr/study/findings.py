@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from megatron_sr.study.results import Arm, Comparison, Panel
 
 SIGNIFICANT = 0.05
+ITERATION_PAIRS = (
+    ("bf16-nearest", "fp16"),
+    ("bf16-nearest", "fp16-settled"),
+    ("bf16-stochastic", "fp16"),
+    ("bf16-stochastic", "fp16-settled"),
+    ("bf16-nearest", "bf16-stochastic"),
+)
 
 
 def notes(experiment: str, panels: Sequence[Panel]) -> list[str]:
@@ -52,8 +59,7 @@ def _times(comparison: Comparison) -> str:
 def _convergence(panels: Sequence[Panel]) -> list[str]:
     [panel] = panels
     found = []
-    for arm, against in (("bf16-nearest", "fp16"), ("bf16-stochastic", "fp16"), ("bf16-stochastic", "fp16-settled"),
-                         ("bf16-nearest", "bf16-stochastic")):  # fmt: skip
+    for arm, against in ITERATION_PAIRS:
         c = _find(panel, arm, against, "iterations_to_target")
         if c:
             labels = _arm(panel, arm)["label"], _arm(panel, against)["label"]
