@@ -45,7 +45,8 @@ def p_text(comparison: Comparison) -> str:
     """ "p = 0.012, 9 pairs", "bound, 2 of 9 censored" or "9 pairs"."""
     pairs = f"{comparison['n']} pair{'s' * (comparison['n'] != 1)}"
     if comparison["bound"] != "none":
-        return f"a {comparison['bound']} bound, {comparison['censored']} of {pairs} never reached the target"
+        side = "first" if comparison["bound"] == "lower" else "second"
+        return f"a bound: of {pairs} the {side} never reached the target in {comparison['censored']}"
     if comparison["p"] is None:
         return pairs
     return f"p {'< 1e-6' if comparison['p'] < 1e-6 else f'= {comparison["p"]:.2g}'}, {pairs}"

@@ -34,11 +34,13 @@ class StudyProgress:
     def bar(self, name: str) -> Callable[[int, int], None]:
         """A new bar; `total` may become known with the first call."""
         task = self._progress.add_task(name, total=None)
-        started = time.time()
+        started, announced = time.time(), False
 
         def move(done: int, total: int) -> None:
+            nonlocal announced
             self._progress.update(task, completed=done, total=total)
-            if done == total and not self._console.is_terminal:
+            if done == total and not announced and not self._console.is_terminal:
+                announced = True
                 self._console.print(f"{name}: {total} done, {time.time() - started:.0f} s", highlight=False)
 
         return move

@@ -21,7 +21,7 @@ from megatron_sr.version import __version__
 
 CHOICES = ("table1", *EXPERIMENTS, "all")
 HEADLINE_SEEDS, HEADLINE_ITERATIONS, HEADLINE_GAIN = (0, 1, 2), 40, 0.002
-QUICK_SEEDS, QUICK_ITERATIONS, QUICK_GAIN = (0,), 28, 0.0015
+QUICK_SEEDS, QUICK_ITERATIONS, QUICK_GAIN = (0,), 24, 0.001
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
