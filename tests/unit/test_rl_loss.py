@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_sr.rl.advantages import dr_grpo_advantages
 from megatron_sr.rl.drift import k3
-from megatron_sr.rl.loss import Clipping, policy_loss
+from megatron_sr.rl.loss import Clipping, policy_loss, truncated_importance
 
 
 def scalar_objective(log_prob, old, advantage, clipping):
@@ -52,13 +52,50 @@ def test_gradient_stops_outside_the_asymmetric_and_dual_clip(ratio, advantage, g
     assert (log_prob.grad.abs().item() > 0) == gradient_flows
 
 
-def test_padding_cannot_reach_the_loss():
-    log_probs = torch.tensor([[-1.0, 80.0]], requires_grad=True)
-    old = torch.tensor([[-1.0, -80.0]])  # a ratio of exp(160) = inf at the padded position
+@pytest.mark.parametrize("padding", [80.0, float("inf"), float("nan")])  # 80: a ratio of exp(160) = inf
+def test_padding_reaches_neither_loss_nor_gradient(padding):
+    log_probs = torch.tensor([[-1.0, padding]], requires_grad=True)
+    old = torch.tensor([[-1.0, -80.0]])
     loss = policy_loss(
         log_probs, old, torch.tensor([1.0]), torch.tensor([[1.0, 0.0]]), token_budget=4, clipping=Clipping()
     )
+    loss.backward()
     assert loss.item() == -0.25
+    assert log_probs.grad.tolist() == [[-0.25, 0.0]]
+
+
+@pytest.mark.parametrize("advantage, expected", [(1.0, -1.28), (-1.0, 3.0)])
+def test_a_ratio_beyond_fp32_gives_a_bounded_loss_and_no_nan(advantage, expected):
+    log_prob = torch.tensor([[-1.0]], requires_grad=True)
+    loss = policy_loss(
+        log_prob, torch.tensor([[-200.0]]), torch.tensor([advantage]), torch.ones(1, 1), 1, clipping=Clipping()
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert log_prob.grad.item() == 0.0
+
+
+def test_the_token_budget_is_constant_so_length_does_not_dilute_a_token():
+    """By hand: ratio 1 everywhere, so a token's gradient is -A / (2 sequences x 10 tokens), in a short answer and in a long one."""
+    log_probs = torch.zeros(2, 10, requires_grad=True)
+    mask = torch.zeros(2, 10)
+    mask[0, :1] = mask[1, :9] = 1
+    policy_loss(log_probs, torch.zeros(2, 10), torch.tensor([0.5, 0.5]), mask, 20, Clipping()).backward()
+    assert torch.equal(log_probs.grad, -0.025 * mask)
+
+
+def test_importance_weights_by_hand():
+    trainer, engine = torch.tensor([[0.5, 0.3, 0.9]]).log(), torch.tensor([[0.25, 0.1, 0.9]]).log()
+    weights = truncated_importance(trainer, engine, torch.tensor([[1, 1, 0]]), cap=2.5)
+    assert weights.tolist() == [[pytest.approx(2.0), 2.5, 1.0]]
+    # They scale a token's objective after all clips, and carry no gradient of their own.
+    log_prob = torch.tensor([[0.0]], requires_grad=True)
+    importance = torch.full((1, 1), 0.5, requires_grad=True)
+    loss = policy_loss(
+        log_prob, torch.zeros(1, 1), torch.tensor([2.0]), torch.ones(1, 1), 1, Clipping(), importance=importance
+    )
+    loss.backward()
+    assert (loss.item(), log_prob.grad.item(), importance.grad) == (-1.0, -1.0, None)
 
 
 def test_advantages_are_centred_per_prompt_and_not_scaled():
