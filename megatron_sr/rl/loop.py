@@ -13,12 +13,13 @@ from megatron_sr.rl.advantages import dr_grpo_advantages
 from megatron_sr.rl.async_rollouts import RolloutQueue
 from megatron_sr.rl.drift import k3
 from megatron_sr.rl.evaluation import ExactReward
-from megatron_sr.rl.loss import Clipping
+from megatron_sr.rl.loss import Clipping, truncated_importance
 from megatron_sr.rl.metrics import MetricsLog, open_log, progress_line
 from megatron_sr.rl.mxfp8 import counted
-from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, staleness
+from megatron_sr.rl.response_length import response_lengths
+from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, share_rewards, staleness
+from megatron_sr.rl.sampled_evaluation import SampledEvaluation, sampling_for
 from megatron_sr.rl.sync import JobSync
-from megatron_sr.rollout.engine import SamplingConfig
 from megatron_sr.study.sticking import unchanged_fraction
 
 # What a resumed run must share with the saved one to equal it; a difference is announced, not refused.
@@ -33,19 +34,19 @@ class PostTraining:
     args: `options.parser()`'s; policy: `Policy`; rounding: the controller of `apply_param_rounding`; engine: a `RolloutEngine`.
     """
 
-    def __init__(self, args, policy, rounding, engine, task, tokenizer, base: dict[str, torch.Tensor]):
+    def __init__(self, args, policy, rounding, engine, task, tokenizer, base: dict[str, torch.Tensor], eval_task=None):
         self.args, self.policy, self.rounding, self.engine = args, policy, rounding, engine
         self.task, self.base, self.pad_id = task, base, tokenizer.pad_token_id
         self.iteration = self.steps = 0
         self.sync = JobSync(engine, policy, rounding, base, args.in_flight)
-        self.sampling = SamplingConfig(
-            n=args.completions,
-            temperature=1.0,  # the loss and the gap are of the distribution that was sampled
-            max_tokens=args.max_completion_tokens,
-            min_tokens=args.max_completion_tokens if task.ignore_eos else 0,
-            ignore_eos=task.ignore_eos,
-            stop_token_ids=() if task.ignore_eos else (tokenizer.eos_token_id,),
-        )
+        limit = args.max_completion_tokens
+        # Temperature 1: the loss and the gap are of the distribution that was sampled.
+        self.sampling = sampling_for(task, tokenizer, args.completions, temperature=1.0, max_tokens=limit)
+        self.eval_task, self.sampled_evaluation = eval_task, None
+        if eval_task:
+            sampling = sampling_for(eval_task, tokenizer, args.eval_samples, args.eval_temperature, limit)
+            examples = eval_task.evaluation_set(args.eval_prompts)
+            self.sampled_evaluation = SampledEvaluation(eval_task, examples, sampling)
         self.is_writer = dist.get_rank() == 0
         self.log = open_log(args, f"{rounding.config.mode}-seed{args.seed}") if self.is_writer else MetricsLog(None)
         self.exact = None
@@ -63,7 +64,7 @@ class PostTraining:
         if self.args.numerical_parity:
             self._report_operators()
         if self.iteration == 0:
-            self._report({"iteration": 0, **self._evaluate(main_params=True)})
+            self._report({"iteration": 0, **self._evaluate(main_params=True, sampled=True)})
         while self.iteration < self.args.iterations:
             started = time.perf_counter()
             record = self._iterate()
@@ -71,7 +72,10 @@ class PostTraining:
             record |= self.sync(self.iteration + 1)
             last = self.iteration == self.args.iterations
             interval = self.args.main_params_interval
-            record |= self._evaluate(main_params=last or bool(interval and self.iteration % interval == 0))
+            record |= self._evaluate(
+                main_params=last or bool(interval and self.iteration % interval == 0),
+                sampled=last or self.iteration % self.args.eval_interval == 0,
+            )
             self._report({"iteration": self.iteration, **record, "seconds": time.perf_counter() - started})
             if (record["logprob_gap_mean"] or 0.0) > self.args.max_logprob_gap:
                 raise RuntimeError(
@@ -107,9 +111,7 @@ class PostTraining:
         args, policy = self.args, self.policy
         batch, rollouts = self._roll_out()
         ages = staleness(rollouts, self.iteration + 1, args.max_staleness)
-        rewards = torch.tensor(
-            [[self.task.reward(e, c) for c in group] for e, group in zip(batch.examples, rollouts.completions)]
-        )
+        rewards = torch.tensor(share_rewards(self.task, batch.examples, rollouts.completions))
         mini_batches = batch.shuffle.view(args.mini_batches, -1)
         mine = mini_batches.chunk(policy.data_parallel_size, dim=1)[policy.data_parallel_rank]
         local = self._local_batch(rollouts, rewards, mine.flatten())
@@ -118,7 +120,7 @@ class PostTraining:
         for i in range(args.mini_batches):
             piece = {name: value[i * size : (i + 1) * size] for name, value in local.items()}
             loss, norm = policy.train_step(
-                {k: piece[k] for k in ("tokens", "old_log_probs", "advantages", "mask")},
+                {k: piece[k] for k in ("tokens", "old_log_probs", "advantages", "mask", "importance") if k in piece},
                 args.micro_batch_size,
                 args.max_completion_tokens,
                 Clipping(args.clip_low, args.clip_high, args.dual_clip),
@@ -133,11 +135,16 @@ class PostTraining:
         record = {
             "sampled_reward": rewards.mean().item(),
             "completion_tokens": rollouts.mask.sum().item() / rewards.numel(),
+            "response_length": response_lengths(
+                rollouts.mask.sum(-1), None if self.task.ignore_eos else rollouts.truncated
+            ),
             "loss": sum(losses) / len(losses),
             "grad_norm": grad_norm,
             "rollout_version": rollouts.versions.min().item(),
             **self._token_statistics(local),
         }
+        if failures := self.task.failures():
+            record["reward_failures"] = _summed(failures)
         if policy.dtype == torch.float16:
             record |= {"skipped_steps": policy.skipped_steps, "loss_scale": policy.loss_scale}
         if self.queue:
@@ -148,21 +155,24 @@ class PostTraining:
         """This rank's sequences, flattened to [B, ...], with log-probabilities of the policy before the update and of the base.
 
         old_log_probs are those of the policy that drew the tokens: the trainer's own where it is that policy; the engine's, who
-        drew them with older weights, with --max-staleness.
+        drew them with older weights, with --max-staleness. With --importance-ratio-cap the old policy is always the trainer's present one,
+        and importance weights lead from the engine's to it (decoupled, Hilton et al. 2022).
         """
         advantages = dr_grpo_advantages(rewards)
         tokens = rollouts.tokens[prompts].flatten(0, 1)
         current = self.policy.log_probs(tokens, self.args.micro_batch_size)
         with self.policy.base_weights():
             base = self.policy.log_probs(tokens, self.args.micro_batch_size)
-        drawn = rollouts.log_probs[prompts].flatten(0, 1)
-        return {
+        drawn, mask = rollouts.log_probs[prompts].flatten(0, 1), rollouts.mask[prompts].flatten(0, 1)
+        cap = self.args.importance_ratio_cap
+        importance = {} if cap is None else {"importance": truncated_importance(current, drawn, mask, cap)}
+        return importance | {
             "tokens": tokens,
-            "mask": rollouts.mask[prompts].flatten(0, 1),
+            "mask": mask,
             "fresh": (rollouts.versions[prompts] == self.iteration + 1).flatten(),
             "rollout_log_probs": drawn,
             "current_log_probs": current,
-            "old_log_probs": drawn if self.queue else current,
+            "old_log_probs": drawn if self.queue and cap is None else current,
             "base_log_probs": base,
             "advantages": advantages[prompts].flatten(),
         }
@@ -182,7 +192,12 @@ class PostTraining:
         dist.all_reduce(sums, group=self.policy.data_parallel_group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.policy.data_parallel_group)
         gap_sum, equal, compared, drift_sum, tokens = sums.tolist()
-        return {
+        capped = {}
+        if "importance" in batch:
+            at_cap = (batch["importance"][mask] >= self.args.importance_ratio_cap).sum().double()
+            dist.all_reduce(at_cap, group=self.policy.data_parallel_group)
+            capped["importance_capped"] = at_cap.item() / tokens
+        return capped | {
             "logprob_gap_mean": gap_sum / compared if compared else None,
             "logprob_gap_max": largest.item() if compared else None,
             "logprob_bit_exact": equal / compared if compared else None,
@@ -195,8 +210,15 @@ class PostTraining:
         rows = numerical_parity.compare_operators(self.policy, self.engine, [e.prompt_ids for e in batch.examples[:8]])
         self._report({"iteration": self.iteration, "operators": rows})
 
-    def _evaluate(self, main_params: bool) -> dict:
+    def close_tasks(self) -> None:
+        """End what the tasks have running in this process."""
+        for task in filter(None, (self.task, self.eval_task)):
+            task.close()
+
+    def _evaluate(self, main_params: bool, sampled: bool) -> dict:
         record = {}
+        if sampled and self.sampled_evaluation:
+            record["evaluation"] = self.sampled_evaluation(self.engine)
         if self.exact:
             record["exact_reward"] = self.exact.of_policy(self.policy, self.args.micro_batch_size)
             if main_params:
@@ -247,3 +269,10 @@ class PostTraining:
         self.steps = state.get("steps", self.iteration * self.args.mini_batches)
         if self.is_writer:
             self.log.rewind(self.iteration, rounding=self.rounding.config.mode, seed=self.args.seed)
+
+
+def _summed(counts: dict[str, int]) -> dict[str, int]:
+    """The sum over all ranks of each count; collective."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, counts)
+    return {name: sum(theirs[name] for theirs in everyone) for name in counts}

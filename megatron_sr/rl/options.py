@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from megatron_sr.config import add_flags, from_flags
+from megatron_sr.rl import task_options
 
 # Megatron's flags of the dynamic loss scale, with Megatron's defaults.
 LOSS_SCALE = (
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model", type=Path, required=True, help="folder of a Hugging Face checkpoint (Qwen2, Qwen3 or Qwen3-MoE)"
     )
-    p.add_argument("--task", default="addition", help="addition | jsonl:PATH")
+    p.add_argument("--task", default="addition", help="addition | jsonl:PATH | parquet:PATH | reasoning-gym:NAME")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--iterations", type=int, default=40)
     p.add_argument("--metrics", type=Path, default=None, help="JSONL file that gets a line an iteration")
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quiet", action="store_true", help="no progress lines")
     p.add_argument("--verbose", action="store_true", help="show the start-up messages of torch, Megatron and vLLM")
     add_flags(p)
+    task_options.add_flags(p)
 
     g = p.add_argument_group("optimizer")
     g.add_argument("--lr", type=float, default=1e-6)
@@ -67,11 +69,18 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--completions", type=int, default=8, help="completions a prompt")
     g.add_argument("--mini-batches", type=int, default=4, help="optimizer steps an iteration")
     g.add_argument("--micro-batch-size", type=int, default=64, help="sequences in one forward pass of a rank")
-    g.add_argument("--max-prompt-tokens", type=int, default=None, help="default: 16 for addition, 1024 for jsonl")
-    g.add_argument("--max-completion-tokens", type=int, default=None, help="default: 4 for addition, 1024 for jsonl")
+    g.add_argument("--max-prompt-tokens", type=int, default=None, help="default: 16 for addition, else 1024")
+    g.add_argument("--max-completion-tokens", type=int, default=None, help="default: 4 for addition, else 1024")
     g.add_argument("--clip-low", type=float, default=0.2)
     g.add_argument("--clip-high", type=float, default=0.28)
     g.add_argument("--dual-clip", type=float, default=3.0)
+    g.add_argument(
+        "--importance-ratio-cap",
+        type=float,
+        default=None,
+        metavar="C",
+        help="truncated importance sampling: weigh each token by trainer's / engine's probability, at most C (default: off)",
+    )
     g.add_argument(
         "--rollout-engine",
         choices=KINDS,
@@ -152,7 +161,8 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     if world_size < 1:
         raise ValueError(f"{world_size} ranks cannot run anything; start at least 1 (--nproc-per-node, --ranks)")
     rounding = from_flags(args)
-    text = args.task.startswith("jsonl:")
+    task_options.check(args)
+    text = args.task != "addition"
     if args.max_prompt_tokens is None:
         args.max_prompt_tokens = 1024 if text else 16
     if args.max_completion_tokens is None:
@@ -184,6 +194,13 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         "ray_engines",
     ):
         _at_least(args, name, 1)
+    if args.importance_ratio_cap is not None and not (
+        math.isfinite(args.importance_ratio_cap) and args.importance_ratio_cap >= 1
+    ):
+        raise ValueError(
+            f"--importance-ratio-cap {args.importance_ratio_cap} must be a finite number, at least 1: a smaller cap would also weigh down "
+            f"tokens on which trainer and engine agree"
+        )
     for name in ("save_interval", "main_params_interval", "max_staleness"):
         _at_least(args, name, 0)
     if args.rollout_engine == "ray":

@@ -56,6 +56,7 @@ class Rollouts:
     tokens [prompts, n, S + 1] int64; mask [prompts, n, S], 1 where tokens[..., 1:] is a sampled token;
     log_probs [prompts, n, S] FP32, the engine's, 0 outside the mask; completions [prompts][n] token ids;
     versions [prompts, n] int64: of the weights that generated each; the oldest, where they changed on the way.
+    truncated [prompts, n] bool: cut off at the most tokens allowed, not ended by the policy.
     """
 
     tokens: torch.Tensor
@@ -63,6 +64,7 @@ class Rollouts:
     log_probs: torch.Tensor
     completions: list[list[list[int]]]
     versions: torch.Tensor
+    truncated: torch.Tensor
 
 
 class StaleRollouts(RuntimeError):
@@ -82,13 +84,37 @@ def generate_share(engine, batch: Batch, sampling: SamplingConfig, prompts=None)
     return engine.generate([batch.examples[i].prompt_ids for i in mine], sampling, [batch.seeds[i] for i in mine])
 
 
+def share_rewards(task, examples: list[Example], completions: list[list[list[int]]]) -> list[list[float]]:
+    """The task's rewards, every rank computing a share; collective over all ranks, which then hold the same ones.
+
+    Computed once, not by each rank: where a verdict depends on a time limit, two ranks could differ, and with them their models.
+    What one rank raises, all raise.
+    """
+    mine = share_of(len(examples))
+    try:
+        outcome = task.rewards([examples[i] for i in mine], [completions[i] for i in mine])
+    except Exception as error:
+        outcome = error
+    shares: list = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, outcome)
+    for share in shares:
+        if isinstance(share, Exception):
+            raise share
+    return [shares[i % len(shares)][i // len(shares)] for i in range(len(examples))]
+
+
 def gather(batch: Batch, groups: list[list[Completion]], pad_id: int, multiple: int) -> Rollouts:
     """All ranks' shares together; collective over all ranks. Sequence lengths are padded to `multiple`."""
+    ordered = gather_groups(groups, len(batch.examples))
+    return collate([e.prompt_ids for e in batch.examples], ordered, pad_id, multiple)
+
+
+def gather_groups(groups: list, count: int) -> list:
+    """What the ranks have for their shares (`share_of`) of `count` prompts, in the prompts' order; collective over all ranks."""
     world = dist.get_world_size()
     shares: list = [None] * world
     dist.all_gather_object(shares, groups)
-    ordered = [shares[i % world][i // world] for i in range(len(batch.examples))]
-    return collate([e.prompt_ids for e in batch.examples], ordered, pad_id, multiple)
+    return [shares[i % world][i // world] for i in range(count)]
 
 
 def staleness(rollouts: Rollouts, version: int, limit: int) -> dict[str, int]:
@@ -119,4 +145,5 @@ def collate(prompts: list[list[int]], groups: list, pad_id: int, multiple: int) 
             log_probs[i, j, response] = torch.tensor(completion.logprobs, dtype=torch.float32)
     completions = [[list(c.token_ids) for c in group] for group in groups]
     versions = torch.tensor([[c.version for c in group] for group in groups])
-    return Rollouts(tokens, mask, log_probs, completions, versions)
+    truncated = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
+    return Rollouts(tokens, mask, log_probs, completions, versions, truncated)

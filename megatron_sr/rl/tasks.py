@@ -1,27 +1,73 @@
 """What the policy is trained on: a `Task` gives examples (prompts with a verifiable answer) and rewards for completions.
 
-`task_from_spec("addition")`            3-digit + 3-digit addition; answers are four digits, zero-padded
-`task_from_spec("jsonl:problems.jsonl")`  one JSON object a line with the fields `problem` and `answer`; rewards by math-verify
+addition              3-digit + 3-digit addition; answers are four digits, zero-padded
+jsonl:PATH            mathematical problems, one JSON object a line; rewards by math-verify (`math_task`)
+parquet:PATH          the same from a Parquet file
+reasoning-gym:NAME    generated problems of the reasoning-gym library, scored by it (`gym_task`)
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from megatron_sr.rl import rewards
+from megatron_sr.rl.prompts import Prompt
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt in token ids and its answer. `answer_ids` is set where exactly one completion is right."""
+    """A prompt in token ids and its answer. answer_ids: where exactly one completion is right. scoring: what else a scorer needs."""
 
     prompt_ids: list[int]
     answer: str
     answer_ids: list[int] | None = None
+    scoring: dict | None = None
+
+
+class Task(Protocol):
+    """name: the `--task` that gives it. has_exact_reward: examples have `answer_ids`. ignore_eos: completions have a fixed length."""
+
+    name: str
+    has_exact_reward: bool
+    ignore_eos: bool
+
+    def sample(self, count: int, generator: torch.Generator) -> list[Example]:
+        """`count` training examples, a function of the generator's state alone."""
+
+    def evaluation_set(self, count: int) -> list[Example]:
+        """Fixed examples, the same for every seed and run: `count` where examples are generated, all where they come from a file."""
+
+    def drop_long_prompts(self, limit: int, announce: bool) -> None:
+        """Leave out examples of more than `limit` prompt tokens. Raises ValueError if none is left."""
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[Sequence[list[int]]]) -> list[list[float]]:
+        """From 0.0 to 1.0 for each completion (token ids) of each example, in order."""
+
+    def failures(self) -> dict[str, int]:
+        """How many rewards could not be determined, by reason, since the job began; {} where that cannot happen."""
+
+    def close(self) -> None:
+        """End what the task has running."""
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What beside its name makes a task; the defaults are the command line's.
+
+    prompt, problem_field, answer_field  of problems from a file and of reasoning-gym (prompt)
+    reward_workers, reward_time_limit    see `math_pool.MathPool`
+    settings                             of a reasoning-gym dataset
+    """
+
+    prompt: Prompt = field(default_factory=Prompt)
+    problem_field: str = "problem"
+    answer_field: str = "answer"
+    reward_workers: int = 1
+    reward_time_limit: float = 5.0
+    settings: dict = field(default_factory=dict)
 
 
 def iteration_generator(seed: int, iteration: int) -> torch.Generator:
@@ -71,107 +117,35 @@ class AdditionTask:
                 f"--max-prompt-tokens {limit}: prompts of the task 'addition' have {length} tokens; raise the limit"
             )
 
-    def reward(self, example: Example, token_ids: list[int]) -> float:
+    def rewards(self, examples: Sequence[Example], completions: Sequence[Sequence[list[int]]]) -> list[list[float]]:
         """1.0 if the completion is the answer, else 0.0."""
-        return float(list(token_ids) == example.answer_ids)
+        return [[float(list(ids) == e.answer_ids) for ids in group] for e, group in zip(examples, completions)]
+
+    def failures(self) -> dict[str, int]:
+        """None can happen."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
-class JsonlTask:
-    """Problems from a JSONL file, in the tokenizer's chat template where it has one. Rewards by math-verify."""
+def task_from_spec(spec: str, tokenizer, options: TaskOptions | None = None) -> Task:
+    """The task that `--task` names.
 
-    has_exact_reward = False
-    ignore_eos = False
-    instruction = "Solve the problem. Put the final answer in \\boxed{}."
-
-    def __init__(self, path: str | Path, tokenizer):
-        self.name = f"jsonl:{path}"
-        self.tokenizer = tokenizer
-        rewards.require_math_verify()
-        self.examples = [self._example(problem, answer) for problem, answer in read_problems(path)]
-
-    def _example(self, problem: str, answer: str) -> Example:
-        message = f"{problem}\n{self.instruction}"
-        if self.tokenizer.chat_template:
-            ids = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        else:
-            ids = self.tokenizer.encode(f"Problem: {message}\nAnswer:", add_special_tokens=True)
-        return Example(list(ids), answer)
-
-    def sample(self, count: int, generator: torch.Generator) -> list[Example]:
-        """`count` training examples, without repeats while the file has enough problems."""
-        order = torch.randperm(len(self.examples), generator=generator).tolist()
-        return [self.examples[order[i % len(order)]] for i in range(count)]
-
-    def drop_long_prompts(self, limit: int, announce: bool) -> None:
-        """Leave out problems of more than `limit` tokens, and say how many. Raises ValueError if none is left."""
-        kept = [e for e in self.examples if len(e.prompt_ids) <= limit]
-        dropped = len(self.examples) - len(kept)
-        if dropped and announce:
-            print(
-                f"{self.name}: left out {dropped} of {len(self.examples)} problems longer than --max-prompt-tokens {limit}",
-                flush=True,
-            )
-        if not kept:
-            shortest = min(len(e.prompt_ids) for e in self.examples)
-            raise ValueError(
-                f"--max-prompt-tokens {limit}: every problem is longer (the shortest has {shortest} tokens); raise the limit"
-            )
-        self.examples = kept
-
-    def reward(self, example: Example, token_ids: list[int]) -> float:
-        """1.0 if math-verify finds the completion's answer equal to the example's, else 0.0."""
-        return rewards.math_reward(self.tokenizer.decode(token_ids, skip_special_tokens=True), example.answer)
-
-
-def read_problems(path: str | Path) -> list[tuple[str, str]]:
-    """(problem, answer) pairs of a JSONL file.
-
-    Raises FileNotFoundError for a missing file and ValueError, with the line number, for a line that is not a JSON
-    object with `problem` and `answer`, and for a file without problems.
+    Raises ValueError for an unknown one, ImportError for a missing library, and what `MathTask` and `GymTask` raise.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"--task jsonl:{path}: there is no such file; give the path of a JSONL file with "
-            f"the fields 'problem' and 'answer'"
-        )
-    problems = []
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # -sig: with or without a byte order mark
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 (byte {error.start}: {error.reason}); save the file as UTF-8") from None
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 may stand inside a JSON string
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: not valid JSON ({error.msg} at column {error.colno}); each line must be one object "
-                f'like {{"problem": "1+1?", "answer": "2"}}'
-            ) from None
-        if not isinstance(record, dict) or not {"problem", "answer"} <= record.keys():
-            found = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{where}: needs the fields 'problem' and 'answer', found {found}")
-        if not isinstance(record["problem"], str) or not record["problem"].strip():
-            raise ValueError(f"{where}: 'problem' must be a non-empty string")
-        if not isinstance(record["answer"], str | int | float) or isinstance(record["answer"], bool):
-            raise ValueError(f"{where}: 'answer' must be a string or a number, found {type(record['answer']).__name__}")
-        if not str(record["answer"]).strip():
-            raise ValueError(f"{where}: 'answer' is empty, so no completion could be rewarded")
-        problems.append((record["problem"], str(record["answer"])))
-    if not problems:
-        raise ValueError(f'{path}: the file has no problems; add lines like {{"problem": "1+1?", "answer": "2"}}')
-    return problems
-
-
-def task_from_spec(spec: str, tokenizer):
-    """The task that `--task` names. Raises ValueError for an unknown one, and as `read_problems` does."""
+    options = options or TaskOptions()
+    kind, _, what = spec.partition(":")
     if spec == "addition":
         return AdditionTask(tokenizer)
-    if spec.startswith("jsonl:"):
-        return JsonlTask(spec.removeprefix("jsonl:"), tokenizer)
-    raise ValueError(f"--task {spec!r} is not known; choose 'addition' or 'jsonl:PATH'")
+    if kind in ("jsonl", "parquet") and what:
+        from megatron_sr.rl.math_task import MathTask
+
+        return MathTask(kind, what, tokenizer, options)
+    if kind == "reasoning-gym" and what:
+        from megatron_sr.rl.gym_task import GymTask
+
+        return GymTask(what, tokenizer, options)
+    raise ValueError(
+        f"--task {spec!r} is not known; choose 'addition', 'jsonl:PATH', 'parquet:PATH' or 'reasoning-gym:NAME'"
+    )

@@ -12,7 +12,7 @@ import sys
 import traceback
 
 from megatron_sr.megatron.launch import default_to_one_rank
-from megatron_sr.rl import options
+from megatron_sr.rl import options, task_options
 from megatron_sr.rl.quiet import quiet_libraries
 
 BAD_INPUT = (ValueError, OSError, ImportError)
@@ -29,12 +29,10 @@ def build(args):
     from transformers import AutoConfig, AutoTokenizer
 
     from megatron_sr.config import from_flags
-    from megatron_sr.rl.tasks import task_from_spec
 
     hf_config = AutoConfig.from_pretrained(args.model)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    task = task_from_spec(args.task, tokenizer)
-    task.drop_long_prompts(args.max_prompt_tokens, announce=rank == 0)
+    task, eval_task = task_options.build_tasks(args, tokenizer, announce=rank == 0)
 
     from megatron_sr.megatron import host
 
@@ -70,7 +68,7 @@ def build(args):
         engine = build_engine(args, engine_dir)
     if args.numerical_parity:
         numerical_parity.install(policy)
-    return PostTraining(args, policy, rounding, engine, task, tokenizer, base)
+    return PostTraining(args, policy, rounding, engine, task, tokenizer, base, eval_task)
 
 
 def close(job) -> None:
@@ -78,6 +76,7 @@ def close(job) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    job.close_tasks()
     dist.barrier()
     parallel_state.destroy_model_parallel()
     job.engine.shutdown()

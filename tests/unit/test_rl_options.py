@@ -74,6 +74,29 @@ def test_defaults_pass():
             ["--numerical-parity", "--param-rounding", "stochastic", "--param-rounding-format", "mxfp8"],
             "--numerical-parity with --param-rounding-format mxfp8",
         ),
+        (
+            ["--fp16", "--numerical-parity"],
+            "--numerical-parity with --fp16: the engine's arithmetic is known for BF16 only",
+        ),
+        (["--fp16", "--param-rounding-format", "mxfp8"], "--param-rounding-format mxfp8 does not fit into float16"),
+        (["--fp16", "--initial-loss-scale", "inf"], "--initial-loss-scale inf must be finite"),
+        (
+            ["--fp16", "--initial-loss-scale", 2, "--min-loss-scale", 4],
+            "2 must be finite and at least --min-loss-scale 4",
+        ),
+        (["--fp16", "--hysteresis", 0], "--hysteresis 0 must be at least 1"),
+        (["--importance-ratio-cap", 0.9], "--importance-ratio-cap 0.9 must be a finite number, at least 1"),
+        (["--eval-samples", 0], "--eval-samples 0 must be at least 1"),
+        (["--eval-temperature", 0], "--eval-temperature 0.0 must be a finite number above 0"),
+        (["--reward-workers", 0], "--reward-workers 0 must be at least 1"),
+        (["--reward-time-limit", "nan"], "--reward-time-limit nan must be a finite number above 0"),
+        (["--task-settings", "{"], "--task-settings {: not valid JSON"),
+        (["--task-settings", "[]"], "must be a JSON object"),
+        (["--prompt-template", "chatty"], "--prompt-template 'chatty' is not known"),
+        (
+            ["--eval-task", "addition", "--rollout-engine", "ray", "--max-staleness", 1],
+            "--eval-task with --rollout-engine ray and --max-staleness",
+        ),
         (["--load", "no/such/folder"], "--load no/such/folder: no checkpoint there"),
     ],
 )
@@ -85,6 +108,35 @@ def test_bad_flags(flags, message):
 def test_missing_base():
     with pytest.raises(FileNotFoundError, match="--model no/base: no config.json there; .*make_base.py --out no/base"):
         checked(model="no/base")
+
+
+def test_fp16_brings_megatrons_loss_scale_with_megatrons_defaults():
+    args = checked("--fp16", "--param-rounding", "stochastic", "--loss-scale-window", 50)
+    assert options.loss_scale(args) == {
+        "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 50, "hysteresis": 2,
+    }  # fmt: skip
+    assert options.loss_scale(checked()) == {}
+
+
+def test_fp16_base_is_rounded_once_and_must_be_finite(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_sr.rl.base import load_base
+
+    weights = torch.tensor([1.0078125, 2.0**-24, 2.0**-26, -3.0]).bfloat16()
+    save_file({"w": weights}, tmp_path / "model.safetensors")
+    assert load_base(tmp_path, torch.float16)["w"].tolist() == [1.0078125, 2.0**-24, 0.0, -3.0]
+    assert load_base(tmp_path)["w"].dtype == torch.bfloat16
+    save_file({"w": weights.half()}, tmp_path / "model.safetensors")
+    assert torch.equal(load_base(tmp_path, torch.float16)["w"], weights.half())
+    with pytest.raises(ValueError, match="w is float16, not bfloat16"):
+        load_base(tmp_path)
+    save_file({"w": (65536 * weights)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="w has elements that are not finite in float16; train in BF16, without --fp16"
+    ):
+        load_base(tmp_path, torch.float16)
 
 
 def test_lengths_default_to_the_task_s():

@@ -93,7 +93,7 @@ def test_point_4_what_fails_in_the_background_is_raised_where_it_is_waited_for()
 
 
 def versions(*rows):
-    return Rollouts(None, None, None, None, torch.tensor(rows))
+    return Rollouts(None, None, None, None, torch.tensor(rows), None)
 
 
 def test_point_4_histogram_and_limit():

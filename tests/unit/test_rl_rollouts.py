@@ -30,7 +30,12 @@ def test_too_many_seeds_are_refused():
 
 
 def test_collate_pads_and_masks_exactly_the_sampled_tokens():
-    completion = lambda ids: SimpleNamespace(token_ids=ids, logprobs=[-float(i) for i in ids], version=sum(ids))
+    completion = lambda ids: SimpleNamespace(
+        token_ids=ids,
+        logprobs=[-float(i) for i in ids],
+        version=sum(ids),
+        finish_reason="length" if len(ids) == 3 else "stop",
+    )
     groups = [[completion([5, 6]), completion([7])], [completion([8, 9, 4]), completion([3])]]
     rollouts = collate([[1, 2], [1]], groups, pad_id=0, multiple=4)
     assert rollouts.tokens.tolist() == [[[1, 2, 5, 6, 0], [1, 2, 7, 0, 0]], [[1, 8, 9, 4, 0], [1, 3, 0, 0, 0]]]
@@ -38,3 +43,4 @@ def test_collate_pads_and_masks_exactly_the_sampled_tokens():
     sampled = rollouts.tokens[..., 1:] * rollouts.mask
     assert torch.equal(rollouts.log_probs, -sampled)
     assert rollouts.versions.tolist() == [[11, 7], [21, 3]]
+    assert rollouts.truncated.tolist() == [[False, False], [True, False]]

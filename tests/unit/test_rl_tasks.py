@@ -1,14 +1,13 @@
-"""Tasks: examples, rewards, and every kind of bad dataset with a message that says where."""
-
-import json
-from pathlib import Path
+"""Tasks: examples, prompts and rewards."""
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_sr.rl.rewards import math_reward
-from megatron_sr.rl.tasks import iteration_generator, read_problems, task_from_spec
+from megatron_sr.rl.datasets import read_problems
+from megatron_sr.rl.gym_task import final_answer
+from megatron_sr.rl.prompts import Prompt
+from megatron_sr.rl.tasks import TaskOptions, iteration_generator, task_from_spec
 from tests.launch import ROOT
 
 PROBLEMS = ROOT / "tests" / "data" / "problems.jsonl"
@@ -25,9 +24,8 @@ def test_addition_examples_are_right_and_of_fixed_length(tokenizer):
         left, right = tokenizer.decode(example.prompt_ids).replace(" ", "").rstrip("=").split("+")
         assert int(left) + int(right) == int(example.answer)
         assert (len(example.prompt_ids), len(example.answer_ids)) == (8, 4)
-        assert task.reward(example, example.answer_ids) == 1.0
-        assert task.reward(example, example.answer_ids[:3]) == 0.0
-        assert task.reward(example, [*example.answer_ids[:3], (example.answer_ids[3] + 1) % 10]) == 0.0
+        right = example.answer_ids
+        assert task.rewards([example], [[right, right[:3], [*right[:3], (right[3] + 1) % 10]]]) == [[1.0, 0.0, 0.0]]
 
 
 def test_prompts_are_a_pure_function_of_seed_and_iteration(tokenizer):
@@ -43,14 +41,16 @@ def test_jsonl_task_reads_samples_and_rewards(tokenizer_with_chat):
     task = task_from_spec(f"jsonl:{PROBLEMS}", tokenizer_with_chat)
     examples = task.sample(len(task.examples), torch.Generator().manual_seed(0))
     assert sorted(e.answer for e in examples) == sorted(answer for _, answer in read_problems(PROBLEMS))
+    encode = lambda text: tokenizer_with_chat.encode(text, add_special_tokens=False)
+    completions = []
     for example in examples:
         prompt = tokenizer_with_chat.decode(example.prompt_ids)
         assert prompt.startswith("<|user|>")
         assert prompt.endswith("<|assistant|>")
-        right = tokenizer_with_chat.encode(f"so it is \\boxed{{{example.answer}}}", add_special_tokens=False)
-        assert task.reward(example, right) == 1.0
-        assert task.reward(example, tokenizer_with_chat.encode("\\boxed{123456789}", add_special_tokens=False)) == 0.0
-        assert task.reward(example, []) == 0.0
+        completions.append([encode(f"so it is \\boxed{{{example.answer}}}"), encode("\\boxed{123456789}"), []])
+    assert task.rewards(examples, completions) == [[1.0, 0.0, 0.0]] * len(examples)
+    assert task.failures() == {"timed_out": 0, "crashed": 0}
+    task.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +58,6 @@ def tokenizer_with_chat():
     from tests.tiny_models import byte_tokenizer
 
     return byte_tokenizer()
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("The answer is \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", 1.0),
-        ("\\boxed{0.5}", "\\frac{1}{2}", 1.0),
-        ("\\boxed{2}", "\\frac{1}{2}", 0.0),
-        ("no number at all", "7", 0.0),
-        ("\\boxed{(3, 4)}", "(3,4)", 1.0),
-        ("\\boxed{", "7", 0.0),
-        ("", "7", 0.0),
-    ],
-)
-def test_math_reward(completion, answer, reward):
-    assert math_reward(completion, answer) == reward
 
 
 def test_too_long_problems_are_left_out_and_counted(tokenizer_with_chat, capsys):
@@ -86,42 +70,12 @@ def test_too_long_problems_are_left_out_and_counted(tokenizer_with_chat, capsys)
         task.drop_long_prompts(3, announce=True)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"problem": "1+1?", "answer": "2"}', '{"problem": "2+2?", "answer"'], "line 2: not valid JSON"),
-        (['{"problem": "1+1?"}'], "line 1: needs the fields 'problem' and 'answer', found .'problem'"),
-        (["", "", "[1, 2]"], "line 3: needs the fields .* found list"),
-        (['{"problem": "", "answer": "2"}'], "line 1: 'problem' must be a non-empty string"),
-        (['{"problem": "x", "answer": null}'], "line 1: 'answer' must be a string or a number, found NoneType"),
-        (['{"problem": "x", "answer": true}'], "line 1: 'answer' must be a string or a number, found bool"),
-        (['{"problem": "x", "answer": " "}'], "line 1: 'answer' is empty"),
-        ([], "has no problems"),
-    ],
-)
-def test_bad_jsonl_names_file_line_and_way_out(tmp_path, lines, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=message) as error:
-        read_problems(path)
-    assert "bad.jsonl" in str(error.value)
-
-
-def test_unusual_but_valid_jsonl_is_read_and_other_encodings_are_named(tmp_path):
-    path = tmp_path / "odd.jsonl"
-    path.write_bytes(
-        b"\xef\xbb\xbf" + '{"problem": "a\u2028b", "answer": 0}\r\n\n{"problem": "c", "answer": "2"}'.encode()
-    )
-    assert read_problems(path) == [("a\u2028b", "0"), ("c", "2")]
-    path.write_bytes('{"problem": "é", "answer": "2"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match="odd.jsonl: not UTF-8 .byte 13.*; save the file as UTF-8"):
-        read_problems(path)
-
-
 def test_missing_dataset_and_unknown_task(tokenizer):
     with pytest.raises(FileNotFoundError, match="--task jsonl:no/such.jsonl: there is no such file"):
         task_from_spec("jsonl:no/such.jsonl", tokenizer)
-    with pytest.raises(ValueError, match="--task 'chess' is not known; choose 'addition' or 'jsonl:PATH'"):
+    with pytest.raises(
+        ValueError, match="--task 'chess' is not known; choose 'addition', 'jsonl:PATH', 'parquet:PATH' or 'reasoning"
+    ):
         task_from_spec("chess", tokenizer)
 
 
@@ -134,9 +88,93 @@ def test_addition_refuses_a_tokenizer_without_single_characters(tokenizer_with_c
         task_from_spec("addition", Merging())
 
 
-def test_shared_math_data_loads_where_it_is_present():
-    path = Path(ROOT).parent / "shared" / "data" / "math-1460.jsonl"
-    if not path.exists():
-        pytest.skip("no ../shared here (a user's clone)")
-    assert len(read_problems(path)) == 1460
-    assert json.loads(path.read_text().splitlines()[0]).keys() >= {"problem", "answer"}
+# What the models' own chat templates make of one user message (with a system message where it has one), as Jinja.
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEEPSEEK_R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+REASON = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.mark.parametrize(
+    "template, prompt, expected",
+    [
+        (
+            QWEN,
+            Prompt("none", system=REASON),
+            f"<|im_start|>system\n{REASON}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (DEEPSEEK_R1, Prompt("reason"), f"<BOS><|User|>1+1?\n{REASON}<|Assistant|><think>\n"),
+        (None, Prompt(), "Problem: 1+1?\nSolve the problem. Put the final answer in \\boxed{}.\nAnswer:"),
+    ],
+)
+def test_prompts_in_chat_templates(template, prompt, expected):
+    from tests.tiny_models import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.bos_token = template, "<BOS>"
+    assert tokenizer.decode(prompt.ids("1+1?", tokenizer)) == expected
+
+
+def test_prompt_templates_from_a_file_and_bad_ones(tmp_path, tokenizer):
+    own = tmp_path / "own.txt"
+    own.write_text("Q: {problem} {{ braces }} \\boxed{}\n")
+    assert Prompt(f"@{own}").text == "Q: {problem} {{ braces }} \\boxed{}"
+    own.write_text("no place")
+    for name, error, message in (
+        ("chatty", ValueError, "--prompt-template 'chatty' is not known; choose one of boxed, reason, none, or @FILE"),
+        (f"@{own}", ValueError, "lacks {problem}, where the problem goes"),
+        ("@missing", FileNotFoundError, "there is no file missing"),
+    ):
+        with pytest.raises(error, match=message):
+            Prompt(name)
+    with pytest.raises(ValueError, match="--system-prompt: .* no chat template"):
+        Prompt("none", "be brief").ids("1+1=", tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("so \\boxed{\\frac{1}{2}} and \\boxed{f(x) = {x}} done", "f(x) = {x}"),
+        ("\\boxed{never closed", "\\boxed{never closed"),
+        ("x <answer>\n12 </answer> y", "12"),
+        ("first\n last \n\n", "last"),
+        ("", ""),
+    ],
+)
+def test_final_answers_for_reasoning_gym(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_reasoning_gym_says_how_to_install_it(tokenizer_with_chat, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match="pip install 'megatron-sr.reasoning-gym.'"):
+        task_from_spec("reasoning-gym:chain_sum", tokenizer_with_chat)
+
+
+def test_reasoning_gym_tasks(tokenizer_with_chat):
+    pytest.importorskip("reasoning_gym")
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3}
+    task = task_from_spec("reasoning-gym:chain_sum", tokenizer_with_chat, TaskOptions(settings=settings))
+    task.drop_long_prompts(300, announce=False)
+    draw = lambda iteration: task.sample(6, iteration_generator(0, iteration))
+    assert draw(1) == draw(1) != draw(2)
+    examples, encode = draw(1), lambda text: tokenizer_with_chat.encode(text, add_special_tokens=False)
+    completions = [[encode(f"\\boxed{{{e.answer}}}"), encode(e.answer), encode(e.answer + "1")] for e in examples]
+    assert task.rewards(examples, completions) == [[1.0, 1.0, 0.0]] * 6
+    assert task.evaluation_set(3) == task.evaluation_set(3)
+    with pytest.raises(ValueError, match="--max-prompt-tokens 5: only 0 of 64"):
+        task.drop_long_prompts(5, announce=False)
+    for name, options, message in (
+        ("no_such", TaskOptions(), "no_such"),
+        ("chain_sum", TaskOptions(settings={"min_term": 2}), "min_term"),
+        ("chain_sum", TaskOptions(settings={"size": 2}), "--task-settings size: the job sets that itself"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            task_from_spec(f"reasoning-gym:{name}", tokenizer_with_chat, options)

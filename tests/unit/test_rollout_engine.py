@@ -107,8 +107,8 @@ def test_point_8_torchinductor_is_off_and_a_warning_when_turned_on(own_environme
 
 
 def test_c6_other_dtypes_and_directories_without_a_model_are_refused(model_directory, tmp_path):
-    with pytest.raises(ValueError, match="dtype='float16'"):
-        VLLMEngine(model_directory, dtype="float16", max_model_len=32)
+    with pytest.raises(ValueError, match="dtype='float32'"):
+        VLLMEngine(model_directory, dtype="float32", max_model_len=32)
     with pytest.raises(FileNotFoundError, match="no config.json"):
         VLLMEngine(tmp_path / "nowhere", max_model_len=32)
 
