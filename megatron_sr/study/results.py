@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import types
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
@@ -192,12 +193,17 @@ class Results(TypedDict):
     experiments: dict[str, Experiment]
 
 
+_LIST_OF_SCALARS = re.compile(r"\[\s+((?:(?:null|-?\d[^\s,\]]*),?\s+)+)\]")  # written on one line
+
+
 def save(results: Results, path: Path) -> None:
     """Check and write; the file is complete or not there. Raises ValueError as `check` does."""
     check(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(results, indent=1, allow_nan=False)
+    text = _LIST_OF_SCALARS.sub(lambda match: "[" + " ".join(match[1].split()) + "]", text)
+    partial.write_text(text + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from megatron_sr.study.results import Arm, Comparison, Run, Statistic, Summary
+from megatron_sr.study.results import SERIES, Arm, Comparison, Run, Statistic, Summary
 from megatron_sr.study.summary import iterations_to_target
 
 METRICS = ("iterations_to_target", "final_reward", "auc", "drift_at_target", "main_params_reward", "skipped_steps")
+DIGITS = 7
 
 
 def mean_and_sem(values: Sequence[float]) -> tuple[float, float | None]:
@@ -60,7 +61,11 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def finish(run: dict, gain: float | None) -> Run:
-    """A measured run with its scalars: target = start_reward + gain, iterations to it, drift there, area under the curve."""
+    """A measured run with its scalars: target = start_reward + gain, iterations to it, drift there, area under the curve.
+
+    Numbers of the series keep DIGITS significant digits: files stay small, and what is computed here equals what is computed from them.
+    """
+    run = {**run, **{name: [_short(value) for value in run[name]] for name in SERIES}}
     iterations, rewards = run["iteration"], run["exact_reward"]
     target = None if gain is None else run["start_reward"] + gain
     reached = None
@@ -79,6 +84,10 @@ def finish(run: dict, gain: float | None) -> Run:
         "auc": area / (iterations[-1] - iterations[0]) if iterations[-1] > iterations[0] else rewards[-1],
         "drift_at_target": None if reached is None else _drift_at(reached, iterations, run["drift_k3"]),
     }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
 def _drift_at(iteration: float, iterations: Sequence[int], drift: Sequence[float | None]) -> float | None:
