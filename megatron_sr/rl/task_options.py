@@ -54,6 +54,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help="as --task; its mean reward is measured: mean@N (default: none)",
     )
+    g.add_argument(
+        "--eval-prompt-template",
+        default=None,
+        metavar="NAME|@FILE",
+        help="for its problems (default: that of --prompt-template)",
+    )
+    g.add_argument("--eval-problem-field", default="problem", metavar="FIELD")
+    g.add_argument("--eval-answer-field", default="answer", metavar="FIELD")
     g.add_argument("--eval-samples", type=int, default=32, metavar="N", help="sampled answers to each problem")
     g.add_argument("--eval-temperature", type=float, default=1.0, metavar="T")
     g.add_argument(
@@ -81,13 +89,17 @@ def check(args: argparse.Namespace) -> None:
             "order on each rank; leave one of them out"
         )
     options_of(args)
+    options_of(args, evaluation=True)
 
 
-def options_of(args: argparse.Namespace):
-    """The `TaskOptions` of parsed flags. Raises ValueError and FileNotFoundError as `Prompt` does."""
+def options_of(args: argparse.Namespace, evaluation: bool = False):
+    """The `TaskOptions` of parsed flags, of --task or of --eval-task. Raises ValueError and FileNotFoundError as `Prompt` does."""
     from megatron_sr.rl.prompts import Prompt
     from megatron_sr.rl.tasks import TaskOptions
 
+    template, fields = args.prompt_template, (args.problem_field, args.answer_field)
+    if evaluation:
+        template, fields = args.eval_prompt_template or template, (args.eval_problem_field, args.eval_answer_field)
     try:
         settings = json.loads(args.task_settings)
     except json.JSONDecodeError as error:
@@ -98,9 +110,8 @@ def options_of(args: argparse.Namespace):
     if workers is None:
         workers = max(1, min(8, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return TaskOptions(
-        Prompt(args.prompt_template, args.system_prompt),
-        args.problem_field,
-        args.answer_field,
+        Prompt(template, args.system_prompt),
+        *fields,
         workers,
         args.reward_time_limit,
         settings,
@@ -111,8 +122,8 @@ def build_tasks(args: argparse.Namespace, tokenizer, announce: bool):
     """(the training task, the evaluation task or None), without problems that are too long; `announce` says how many those are."""
     from megatron_sr.rl.tasks import task_from_spec
 
-    options = options_of(args)
-    tasks = [task_from_spec(spec, tokenizer, options) if spec else None for spec in (args.task, args.eval_task)]
-    for task in filter(None, tasks):
-        task.drop_long_prompts(args.max_prompt_tokens, announce)
-    return tasks
+    task = task_from_spec(args.task, tokenizer, options_of(args))
+    eval_task = task_from_spec(args.eval_task, tokenizer, options_of(args, evaluation=True)) if args.eval_task else None
+    for each in filter(None, (task, eval_task)):
+        each.drop_long_prompts(args.max_prompt_tokens, announce)
+    return task, eval_task
