@@ -8,6 +8,8 @@ gradients, main params and optimizer state after a step, per parameter.
     MasterWeights, AdamW         main params and rounding in one launch (kernels/adamw.py)
     MasterWeights, torch AdamW   torch's own foreach step on the main params, then one launch that rounds
     MasterWeights, SGD           the same with a cheaper step: the overhead is the largest share here
+    FusedAdam hooks              a stand-in for Transformer Engine's FusedAdam whose kernel is this project's fused AdamW with a nearest
+                                 cast: a fast kernel, so that the pass which the hook adds is as large a share as it can be
     torch AdamW, BF16 only       no main params: what a plain BF16 run does
     torchao _AdamW, stochastic   no main params: rounds FP32 temporaries of single params (needs torchao)
 
@@ -20,6 +22,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +33,7 @@ from torch import nn
 
 import megatron_sr as sr
 
+ROOT = Path(__file__).resolve().parents[1]
 TARGET = 1.02  # stochastic over nearest, time of a step
 
 
@@ -65,6 +69,26 @@ def torchao_adamw(model: nn.Module):
     return _AdamW(model.parameters(), lr=1e-6, bf16_stochastic_round=True)
 
 
+def fused_adam(mode: str, remainders: bool) -> Callable:
+    sys.path.insert(0, str(ROOT))
+    from megatron_sr.fused_adam import round_fused_adam
+    from megatron_sr.kernels.adamw import fused_adamw_step_
+    from tests.backends.fused_adam_stand_in import TransformerEngineStandIn
+
+    class FusedAdam(TransformerEngineStandIn):
+        def _kernel(self, param, update, exp_avg, exp_avg_sq, master_param) -> None:
+            settings = {name: self.param_groups[0][name] for name in ("step", "lr", "betas", "eps", "weight_decay")}
+            fused_adamw_step_(param.detach(), master_param, param.grad, exp_avg, exp_avg_sq, **settings)
+
+    def make(model: nn.Module):
+        optimizer = FusedAdam(model.parameters(), lr=1e-6, store_param_remainders=remainders)
+        identities = {p: (name, [sr.Segment(0, p.numel(), 0)]) for name, p in model.named_parameters()}
+        round_fused_adam(optimizer, identities, sr.ParamRounding(mode=mode))
+        return optimizer
+
+    return make
+
+
 def groups(with_torchao: bool) -> dict[str, dict[str, Callable]]:
     """Backend -> case -> model -> optimizer. The first case of a backend is what the others are compared with."""
 
@@ -79,6 +103,8 @@ def groups(with_torchao: bool) -> dict[str, dict[str, Callable]]:
         "MasterWeights, AdamW": both(torch.optim.AdamW),
         "MasterWeights, torch AdamW": both(torch.optim.AdamW, foreach=True),
         "MasterWeights, SGD": both(torch.optim.SGD, momentum=0.9),
+        "FusedAdam hooks, FP32 main params": {mode: fused_adam(mode, False) for mode in ("nearest", "stochastic")},
+        "FusedAdam hooks, remainders": {mode: fused_adam(mode, True) for mode in ("nearest", "stochastic")},
         "without main params": plain,
     }
 
@@ -93,13 +119,8 @@ def measured(case: Case) -> Times:
 
 
 def bytes_per_param(case: Case) -> float:
-    """Of params, gradients and everything in the optimizer's state dict."""
-    state = [
-        t
-        for values in case.optimizer.state_dict()["state"].values()
-        for t in values.values()
-        if isinstance(t, torch.Tensor)
-    ]
+    """Of params, gradients and everything in the optimizer's state."""
+    state = [t for values in case.optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
     tensors = {t.data_ptr(): t for t in [*case.params, *(p.grad for p in case.params), *state]}
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     return total / sum(p.numel() for p in case.params)

@@ -239,6 +239,7 @@ def measure(sizes: dict, rounds: int) -> dict:
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 note(f"digest, {threads} thread{'s' * (threads > 1)}", timed(lambda: Manifest.of(tensors, 0)))
+            torch.set_num_threads(1)  # as torchrun starts ranks; the engine needs the other core
             note("export", timed(lambda: [None for _ in export_hf(model, hf_config)]))
             for kind, sender in senders.items():
                 note(f"pack into {kind}", timed(lambda sender=sender: pack(sender)))
@@ -260,6 +261,8 @@ def measure(sizes: dict, rounds: int) -> dict:
                     **vars(timing), "apply": report.seconds, "verify": report.verify_seconds,
                     "extra_memory": {who: m.extra() for who, m in memory.items()},
                 }  # fmt: skip
+            latest = ", ".join(f"{name} {values[-1]:.3f}" for name, values in found.items())
+            print(f"round {turn} of {rounds}: {latest}", file=sys.stderr, flush=True)
         for engine in engines.values():
             engine.shutdown()
         baseline.close()

@@ -46,9 +46,15 @@ MSR_EXPORT void msr_adamw(const Piece* pieces, const uintptr_t (*state)[3], int6
     alignas(64) float buffer[kTile];
     alignas(64) uint16_t probed[kTile];
     const Piece& piece = pieces[i];
+    const bool together = adamw.update_and_round && state && !launch->remainders && is_bf16(launch->format);
     for (int64_t n; from < to; from += n) {
-      // After the first tile, tiles begin with a whole Philox block.
-      n = std::min(to - from, kTile - int64_t((piece.global_start + uint64_t(from)) & 7));
+      if (together) {
+        from = adamw.update_and_round(launch->update, launch->bf16_grad, now.stochastic, piece, state[i], from, to);
+        if (from == to) break;
+      }
+      // After the first tile, tiles begin with a whole Philox block; where they go together soon, it ends with its block.
+      const int64_t skip = int64_t((piece.global_start + uint64_t(from)) & 7);
+      n = std::min(to - from, together && skip ? 8 - skip : kTile - skip);
       float* main = const_cast<float*>(piece.src) + from;
       uint16_t* const param = reinterpret_cast<uint16_t*>(piece.dst) + from;
       int16_t* const remainder = reinterpret_cast<int16_t*>(const_cast<float*>(piece.src)) + from;

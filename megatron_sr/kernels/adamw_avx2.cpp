@@ -2,6 +2,7 @@
 #include "adamw_core.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
+static const AdamWLevel kLevel = level(nullptr);
 const AdamWLevel* const msr_adamw_avx2 = &kLevel;
 #else
 const AdamWLevel* const msr_adamw_avx2 = nullptr;

@@ -14,6 +14,10 @@ struct AdamWLevel {
   // One AdamW step; grad is FP32, or BF16 if `bf16_grad`.
   void (*update)(const Update&, bool bf16_grad, float* main, const void* grad, float* exp_avg, float* exp_avg_sq,
                  int64_t n);
+  // One AdamW step and the rounding of its result to BF16, together: elements from .. to - 1 of a piece, in whole tiles.
+  // Returns where it stopped: `from` where it can do none. `state` as in msr_adamw. nullptr: only one after the other.
+  int64_t (*update_and_round)(const Update&, bool bf16_grad, bool stochastic, const Piece&, const uintptr_t* state,
+                              int64_t from, int64_t to);
   // FP32 values in [1, 2] which round up exactly where main params with these remainders do.
   void (*probe)(float* probe, const int16_t* remainder, int64_t n);
   // Main params from BF16 params and remainders. `probed`: the rounded probe; nullptr: params are in nearest form.
@@ -97,6 +101,8 @@ void split_nearest_values(const float* __restrict main, uint16_t* __restrict par
   }
 }
 
-const AdamWLevel kLevel = {update_any, probe_values, join_values, split_values, split_nearest_values};
+constexpr AdamWLevel level(decltype(AdamWLevel::update_and_round) update_and_round) {
+  return {update_any, update_and_round, probe_values, join_values, split_values, split_nearest_values};
+}
 
 }  // namespace

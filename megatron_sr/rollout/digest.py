@@ -55,13 +55,19 @@ def word_sums(tensor: torch.Tensor, segments: Sequence[Segment] | None = None) -
 
 def finish(sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> str:
     """The digest (32 hex digits) of a whole tensor from its word sums."""
+    return _finish(sums.tolist(), dtype, shape)
+
+
+def _finish(sums: Sequence[int], dtype: torch.dtype, shape: Sequence[int]) -> str:
     head = f"megatron-sr digest 1\n{str(dtype).removeprefix('torch.')}\n{'x'.join(map(str, shape))}\n".encode()
-    body = b"".join((s & (2**64 - 1)).to_bytes(8, "little") for s in sums.tolist())
+    body = b"".join((s & (2**64 - 1)).to_bytes(8, "little") for s in sums)
     return hashlib.blake2b(head + body, digest_size=16).hexdigest()
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The digest (32 hex digits) of a whole tensor's bits, dtype and shape."""
+    if tensor.element_size() in _INTEGER and not tensor.is_complex() and (sums := digest_cpu.whole_sums(tensor)):
+        return _finish(sums, tensor.dtype, tensor.shape)
     return finish(word_sums(tensor), tensor.dtype, tensor.shape)
 
 

@@ -80,6 +80,12 @@ def test_c1_every_cpu_level_equals_the_reference(level, betas, grad_dtype):
         assert_same(run(state, "reference", betas=betas), run(state, "cpu", betas=betas), level)
 
 
+@pytest.mark.parametrize("start", [0, 8, 2**35 - 301, 2**35 - 64, 2**35 - 8])
+def test_c1_where_tiles_begin_and_the_block_counter_carries(level, start):
+    state = make_state(1_000)
+    assert_same(run(state, "reference", start=start), run(state, "cpu", start=start), level)
+
+
 @pytest.mark.parametrize(
     "format, dtype", [("bf16", None), ("fp16", None), ("e4m3", None), ("e8m4", torch.bfloat16), ("e8m9", torch.float32)]
 )
