@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -23,6 +24,22 @@ import sys
 
 READY = b"ready"
 _LENGTH = struct.Struct("<I")
+# Writings after which math-verify 0.9 takes an answer for text, which then equals itself alone: what to put for them.
+_TIDY = (
+    (
+        re.compile(r"(?<=\d)(?:,\\!|\{,\})(?=\d{3}(?!\d))"),
+        "",
+    ),  # 29,\!322,\!216 inside a fraction: thousands, not a list
+    (re.compile(r"\.(?=\s*\})"), ""),  # \boxed{30^\circ.}
+    (re.compile(r"(?<=\S) \+ (?=\S)"), "+"),  # a + b + c, of which it keeps "a +"
+)
+
+
+def tidy(text: str) -> str:
+    """The text in writings that math-verify reads; its meaning is the same."""
+    for pattern, instead in _TIDY:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def equal(completion: str, answer: str) -> bool:
@@ -35,8 +52,8 @@ def equal(completion: str, answer: str) -> bool:
     from math_verify import parse, verify
 
     limits = {"raise_on_error": False}
-    gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None, **limits)
-    found = parse(completion.rpartition("</think>")[2], parsing_timeout=None, **limits)
+    gold = parse(tidy(f"\\boxed{{{answer}}}"), parsing_timeout=None, **limits)
+    found = parse(tidy(completion.rpartition("</think>")[2]), parsing_timeout=None, **limits)
     return bool(gold) and bool(found) and bool(verify(gold, found, timeout_seconds=None, **limits))
 
 

@@ -54,6 +54,16 @@ def failures_in(pool, pairs):
         ("so\nAnswer: $35$", "34", 0.0),
         ("\\boxed{025}", "25", 1.0),  # AIME
         ("\ud800 \\boxed{7}", "7", 1.0),
+        # five answers of MATH-1460 in other writings, and wrong ones
+        ("\\boxed{30}", "30^\\circ.", 1.0),
+        ("\\boxed{30^\\circ.}", "30", 1.0),
+        ("\\boxed{7}", "7\\text{ hours}.", 1.0),
+        ("\\boxed{\\frac{1}{29322216}}", "\\dfrac{1}{29,\\!322,\\!216}", 1.0),
+        ("\\boxed{\\frac{2469}{20{,}000}}", "\\dfrac{2469}{20,\\!000}", 1.0),
+        ("\\boxed{\\frac{2469}{20001}}", "\\dfrac{2469}{20,\\!000}", 0.0),
+        ("\\boxed{c + a + b}", "a + b + c", 1.0),
+        ("\\boxed{a + b + d}", "a + b + c", 0.0),
+        ("\\boxed{(1,200)}", "1200", 0.0),
     ],
 )
 def test_verdicts(pool, completion, answer, reward):
