@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from megatron_sr.rl import options
 from megatron_sr.rl.metrics import read_metrics
-from megatron_sr.study import figures
-from megatron_sr.study.report import write_report
+from megatron_sr.study import figures, job_pictures
+from megatron_sr.study.report import Picture, Report, Section, Table, write_report
 from megatron_sr.study.sticking import PAPER_TABLE_1
 from megatron_sr.study.summary import ArmSummary, summarise, verdict
 
@@ -75,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
     summary = {"target": target, **{m: asdict(s) for m, s in summaries.items()}, "parity": parity, "seconds": seconds}
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     table = comparison_table(summaries, target)
-    report = write_report(args.out, _pictures(arms, summaries, target), _context(args, table, parity, failure, seconds))
-    _print(table, parity, report, seconds)
+    content = make_report(arms, summaries, target, table, parity, failure, _subtitle(args, seconds))
+    _print(table, parity, write_report(args.out, content), seconds)
     if failure:
         print(f"megatron-sr demo: FAILED: {failure}", file=sys.stderr)
         return 1
@@ -144,26 +145,6 @@ def comparison_table(summaries: dict[str, ArmSummary], target: float) -> list[li
     return rows
 
 
-def _pictures(arms: dict, summaries: dict[str, ArmSummary], target: float) -> dict:
-    return {
-        "reward": (
-            figures.reward_curves(arms, target),
-            "The policy that generates. Marks: the FP32 main params behind it.",
-        ),
-        "sticking": (
-            figures.sticking_bars({mode: s.sticking for mode, s in summaries.items()}),
-            "Weights unchanged after optimizer steps 1 to 4, beside Table 1 of the paper.",
-        ),
-        "unchanged": (figures.unchanged_curve(arms), "Weights that still hold the base's bits."),
-        "drift": (figures.drift_curve(arms), "Distance from the base that a reward costs: the same for both."),
-        "sampled": (figures.sampled_reward(arms), "The sampled reward is too noisy to show the gap at this size."),
-        "gap": (
-            figures.logprob_gap(arms),
-            "Equal bits in trainer and engine; what is left comes from different kernels.",
-        ),
-    }
-
-
 def _parity_sentence(parity: dict) -> str:
     return (
         f"Weights parity: {parity['syncs']} syncs, {parity['tensors']} tensors read back from the live vLLM engines, "
@@ -171,21 +152,95 @@ def _parity_sentence(parity: dict) -> str:
     )
 
 
-def _context(args: argparse.Namespace, table: list, parity: dict, failure: str | None, seconds: float) -> dict:
-    return {
-        "title": "megatron-sr demo: nearest against stochastic rounding",
-        "subtitle": (
-            f"3-digit addition, {args.model.name} model, {args.format} weights, {args.ranks} ranks, LR 1e-6, {args.iterations} iterations, "
-            f"seed {args.seed}, {seconds:.0f} s."
-        ),
-        "failure": f"Failed: {failure}." if failure else None,
-        "success": (
+def _subtitle(args: argparse.Namespace, seconds: float) -> str:
+    return (
+        f"3-digit addition, {args.model.name} model, {args.format} weights, {args.ranks} ranks, LR 1e-6, {args.iterations} iterations, "
+        f"seed {args.seed}, {seconds:.0f} s."
+    )
+
+
+def make_report(
+    arms: dict[str, list[dict]],
+    summaries: dict[str, ArmSummary],
+    target: float,
+    table: list[list[str]],
+    parity: dict,
+    failure: str | None,
+    subtitle: str,
+) -> Report:
+    """The report of the comparison; arms: mode -> metrics records."""
+    numbers = Section("The comparison", "", [_parity_sentence(parity), CAVEAT], tables=[Table(table[0], table[1:])])
+    keys = []
+    reached = [summaries[mode].iterations_to_target for mode in MODES]
+    if all(reached):
+        keys.append((f"{reached[0] / reached[1]:.2f} x", "nearest over stochastic, iterations to the target"))
+    keys.append((f"{summaries['nearest'].sticking[0]:.2f} %", "of BF16 weights unchanged by the first step, nearest"))
+    keys.append(
+        (f"{parity['mismatched_tensors']} of {parity['tensors']:,}", "tensors in vLLM differ from the trainer's")
+    )
+    return Report(
+        title="megatron-sr demo: nearest against stochastic rounding",
+        subtitle=subtitle,
+        failure=f"Failed: {failure}." if failure else None,
+        success=(
             f"Passed: stochastic rounding reached the target in at most 1/{FACTOR} of nearest's iterations, "
             "and every tensor matches."
         ),
-        "table": table,
-        "notes": [_parity_sentence(parity), CAVEAT],
-    }
+        keys=keys,
+        sections=[numbers, Section("Pictures", pictures=_pictures(arms, summaries, target))],
+    )
+
+
+def _pictures(arms: dict[str, list[dict]], summaries: dict[str, ArmSummary], target: float) -> list[Picture]:
+    runs = {mode: [records] for mode, records in arms.items()}
+    ends = "; ".join(f"{mode} {s.start_reward:.4f} to {s.final_reward:.4f}" for mode, s in summaries.items())
+    steps = "; ".join(f"{mode} {', '.join(f'{v:.2f}' for v in s.sticking)}" for mode, s in summaries.items())
+    last = {mode: records[-1] for mode, records in arms.items()}
+
+    def of(key: str, form: str) -> str:
+        return "; ".join(f"{mode} {form.format(r[key])}" for mode, r in last.items() if r.get(key) is not None)
+
+    pictures = [
+        Picture(
+            "reward",
+            partial(figures.reward_curves, runs, target),
+            "The policy that generates. Hollow marks: the FP32 main params behind it.",
+            f"Line chart of the exact reward: {ends}.",
+        ),
+        Picture(
+            "sticking",
+            partial(figures.sticking_bars, {mode: s.sticking for mode, s in summaries.items()}),
+            "Weights unchanged after optimizer steps 1 to 4, beside Table 1 of the paper.",
+            f"Bar chart of the percentage of unchanged weights after steps 1 to 4: {steps}.",
+        ),
+        Picture(
+            "unchanged",
+            partial(figures.unchanged_curve, runs),
+            "Weights that still hold the base's bits.",
+            f"Line chart of the share of unchanged weights; at the end {of('unchanged', '{:.1%}')}.",
+        ),
+        Picture(
+            "drift",
+            partial(figures.drift_curve, runs),
+            "Distance from the base that a reward costs: the same for both.",
+            f"Line chart of drift against reward; drift at the end {of('drift_k3', '{:.2e}')}.",
+        ),
+        Picture(
+            "sampled",
+            partial(figures.sampled_reward, runs),
+            "The sampled reward is too noisy to show the gap at this size.",
+            f"Line chart of the mean sampled reward; at the end {of('sampled_reward', '{:.3f}')}.",
+        ),
+        Picture(
+            "gap",
+            partial(figures.logprob_gap, runs),
+            "Equal bits in trainer and engine; what is left comes from different kernels.",
+            f"Line chart of the log-probability gap; at the end {of('logprob_gap_mean', '{:.4f}')} nats.",
+        ),
+    ]
+    if figures.has(runs, "sync_seconds"):
+        pictures.append(job_pictures.syncs(runs))
+    return pictures
 
 
 def _print(table: list[list[str]], parity: dict, report: Path, seconds: float) -> None:

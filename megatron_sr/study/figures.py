@@ -1,102 +1,133 @@
-"""The pictures of a comparison, drawn from metrics records. Each function returns a matplotlib Figure."""
+"""Pictures of RL jobs, drawn from their metrics records. `arms`: arm -> records of its runs, oldest first, one list for each run.
+
+Each function takes a `drawing.Size` last and returns a matplotlib Figure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_sr.study.drawing import (
+    MUTED,
+    Size,
+    axes,
+    band,
+    heading,
+    legend,
+    looks,
+    small_multiples,
+)
+from megatron_sr.study.statistics import mean_and_sem
 from megatron_sr.study.sticking import PAPER_TABLE_1
 
-COLOURS = {"nearest": "#c44e52", "stochastic": "#2a78b5"}
-MARKERS = {"nearest": ("x", 7), "stochastic": ("o", 7)}  # both visible where they coincide
+Arms = Mapping[str, Sequence[Sequence[dict]]]
 
 
-def _axes(title: str, xlabel: str, ylabel: str):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+def curve(runs: Sequence[Sequence[dict]], key: str | Callable[[dict], float | None]) -> tuple[list, list, list]:
+    """Iterations, mean and standard error (0 for one run) of a number, at the iterations where every run has it."""
+    read = key if callable(key) else lambda record: record.get(key)
+    series = [{r["iteration"]: v for r in run if (v := read(r)) is not None} for run in runs]
+    common = sorted(set.intersection(*(set(s) for s in series))) if series else []
+    pairs = [mean_and_sem([s[i] for s in series]) for i in common]
+    return common, [mean for mean, _ in pairs], [sem or 0.0 for _, sem in pairs]
 
 
-def _series(records: list[dict], key: str) -> tuple[list, list]:
-    points = [(r["iteration"], r[key]) for r in records if r.get(key) is not None]
-    return [p[0] for p in points], [p[1] for p in points]
+def has(arms: Arms, key: str) -> bool:
+    """Whether any record has the number."""
+    return any(record.get(key) is not None for runs in arms.values() for run in runs for record in run)
 
 
-def reward_curves(arms: dict[str, list[dict]], target: float):
-    """Exact expected reward of the policy that generates (lines) and of its FP32 main params (marks) against the iteration."""
-    figure, axes = _axes("Expected reward of the policy that generates", "iteration", "exact expected reward")
-    for mode, records in arms.items():
-        axes.plot(*_series(records, "exact_reward"), color=COLOURS[mode], lw=2, label=f"{mode}: rounded weights")
-        marker, size = MARKERS[mode]
-        axes.plot(
-            *_series(records, "exact_reward_main_params"),
-            marker,
-            ms=size,
-            color=COLOURS[mode],
-            mfc="none",
-            label=f"{mode}: its FP32 main params",
-        )
-    axes.axhline(target, color="0.4", ls=":", lw=1)
-    axes.annotate(
-        f"target {target:.4f}", (0, target), xytext=(2, 3), textcoords="offset points", color="0.3", fontsize=9
-    )
-    axes.legend(frameon=False)
+def _lines(ax, arms: Arms, key, scale: float = 1.0) -> None:
+    style = looks(list(arms))
+    for name, runs in arms.items():
+        x, mean, sem = curve(runs, key)
+        band(ax, x, [scale * m for m in mean], [scale * s for s in sem], style[name], name)
+
+
+def _one(title: str, ylabel: str, arms: Arms, key, size: Size, scale: float = 1.0, zero: bool = False):
+    figure, ax = axes(size, title, "iteration", ylabel)
+    _lines(ax, arms, key, scale)
+    if zero:
+        ax.set_ylim(bottom=0)
+    legend(figure, size, ax)
     return figure
 
 
-def sampled_reward(arms: dict[str, list[dict]]):
+def reward_curves(arms: Arms, target: float, size: Size):
+    """Exact expected reward of the policy that generates (lines) and of its FP32 main params (hollow marks)."""
+    figure, ax = axes(size, "Expected reward of the policy that generates", "iteration", "exact expected reward")
+    _lines(ax, arms, "exact_reward")
+    for name, look in looks(list(arms)).items():
+        x, mean, _ = curve(arms[name], "exact_reward_main_params")
+        ax.plot(x, mean, look.marker, ms=7, mew=1.4, color=look.colour, mfc="none", label=f"{name}: FP32 main params")
+    ax.axhline(target, color=MUTED[0], ls=":", lw=1.2)
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
+    ax.annotate(f"target {target:.4f}", (0.015, target), color=MUTED[0], fontsize=8.5, **place)
+    legend(figure, size, ax)
+    return figure
+
+
+def sampled_reward(arms: Arms, size: Size):
     """Mean reward of the sampled completions: what a run without an exact metric would show."""
-    figure, axes = _axes("Reward of the sampled completions", "iteration", "mean sampled reward")
-    for mode, records in arms.items():
-        axes.plot(*_series(records, "sampled_reward"), color=COLOURS[mode], lw=1.5, label=mode)
-    axes.legend(frameon=False)
-    return figure
+    return _one("Reward of the sampled completions", "mean sampled reward", arms, "sampled_reward", size)
 
 
-def sticking_bars(sticking: dict[str, list[float]]):
+def sticking_bars(sticking: Mapping[str, Sequence[float]], size: Size):
     """Percent of weights unchanged since the start after optimizer steps 1 to 4, beside the paper's Table 1."""
-    figure, axes = _axes("Weight sticking: unchanged since the start", "optimizer step", "weights unchanged [%]")
-    rows = [(f"{mode} (here)", COLOURS[mode], values) for mode, values in sticking.items()]
-    rows += [(f"paper {name}", colour, PAPER_TABLE_1[name]) for name, colour in (("BF16", "0.45"), ("FP16", "0.75"))]
+    figure, ax = axes(size, "Weight sticking: unchanged since the start", "optimizer step", "weights unchanged [%]")
+    style = looks([*sticking, "fp16"])
+    rows = [(f"{mode} (here)", style[mode].colour, 1.0, values) for mode, values in sticking.items()]
+    rows += [("paper, BF16", style["nearest" if "nearest" in style else "fp16"].colour, 0.4, PAPER_TABLE_1["BF16"])]
+    rows += [("paper, FP16", style["fp16"].colour, 0.4, PAPER_TABLE_1["FP16"])]
     width = 0.8 / len(rows)
-    for i, (label, colour, values) in enumerate(rows):
-        steps = range(1, len(values) + 1)
-        axes.bar([s + (i - (len(rows) - 1) / 2) * width for s in steps], values, width, color=colour, label=label)
-    axes.set_ylim(min(min(values) for _, _, values in rows) - 1.5, 101.5)
-    axes.set_xticks(range(1, 5))
-    axes.legend(frameon=False, ncols=4, loc="upper center", fontsize=8)
+    for i, (label, colour, alpha, values) in enumerate(rows):
+        places = [step + (i - (len(rows) - 1) / 2) * width for step in range(1, len(values) + 1)]
+        ax.bar(places, values, width * 0.94, color=colour, alpha=alpha, label=label)
+    ax.set_ylim(min(min(values) for *_, values in rows) - 1.5, 100.5)
+    ax.set_xticks(range(1, 5))
+    ax.grid(axis="x", visible=False)
+    legend(figure, size, ax, 2)
     return figure
 
 
-def unchanged_curve(arms: dict[str, list[dict]]):
-    """Percent of weights whose bits equal the base's, against the iteration."""
-    figure, axes = _axes("Weights still equal to the base's", "iteration", "weights unchanged [%]")
-    for mode, records in arms.items():
-        x, y = _series(records, "unchanged")
-        axes.plot(x, [100 * v for v in y], color=COLOURS[mode], lw=2, label=mode)
-    axes.legend(frameon=False)
-    return figure
+def unchanged_curve(arms: Arms, size: Size):
+    """Percent of weights whose bits equal the base's."""
+    return _one("Weights still equal to the base's", "weights unchanged [%]", arms, "unchanged", size, 100.0)
 
 
-def drift_curve(arms: dict[str, list[dict]]):
+def drift_curve(arms: Arms, size: Size):
     """Drift from the base against the exact reward: what a gain in reward costs."""
-    figure, axes = _axes("Drift against reward", "exact expected reward", "KL(policy || base), k3 [nats a token]")
-    for mode, records in arms.items():
+    figure, ax = axes(size, "Drift against reward", "exact expected reward", "KL(policy || base), k3 [nats a token]")
+    for name, look in looks(list(arms)).items():
         # The drift of iteration i is measured on rollouts of the weights that iteration i - 1 left.
-        reward = dict(zip(*_series(records, "exact_reward")))
-        points = [(reward[i - 1], d) for i, d in zip(*_series(records, "drift_k3")) if i - 1 in reward]
-        axes.plot([p[0] for p in points], [p[1] for p in points], ".-", color=COLOURS[mode], lw=1, label=mode)
-    axes.legend(frameon=False)
+        reward = dict(zip(*curve(arms[name], "exact_reward")[:2]))
+        points = [(reward[i - 1], d) for i, d in zip(*curve(arms[name], "drift_k3")[:2]) if i - 1 in reward]
+        ax.plot([p[0] for p in points], [p[1] for p in points], look.dashes, color=look.colour, lw=1.5, label=name)
+    legend(figure, size, ax)
     return figure
 
 
-def logprob_gap(arms: dict[str, list[dict]]):
+def logprob_gap(arms: Arms, size: Size):
     """Mean |log p(trainer) - log p(engine)| of the sampled tokens: equal weights, different kernels."""
-    figure, axes = _axes("Trainer-engine log-probability gap", "iteration", "mean |difference| [nats]")
-    for mode, records in arms.items():
-        axes.plot(*_series(records, "logprob_gap_mean"), color=COLOURS[mode], lw=1.5, label=mode)
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
+    title = "Trainer-engine log-probability gap"
+    return _one(title, "mean |difference| [nats]", arms, "logprob_gap_mean", size, zero=True)
+
+
+def response_length(arms: Arms, size: Size):
+    """Mean tokens of a completion."""
+    return _one("Response length", "tokens a completion", arms, "completion_tokens", size, zero=True)
+
+
+def syncs(arms: Arms, size: Size):
+    """Time and bytes of every weight sync from trainer to engine, the read-back check included."""
+    panels = [("sync_seconds", "seconds", 1.0, "Time of a sync")]
+    if has(arms, "sync_bytes"):
+        panels.append(("sync_bytes", "MB a rank", 1e-6, "Bytes of a sync"))
+    figure, grid = small_multiples(size, len(panels), 0.85)
+    heading(figure, size, "Weight syncs from trainer to engine")
+    for ax, (key, unit, scale, title) in zip(grid, panels):
+        _lines(ax, arms, key, scale)
+        ax.set(title=title, xlabel="iteration", ylabel=unit)
+        ax.set_ylim(bottom=0)
+    legend(figure, size, grid[0])
     return figure

@@ -1,0 +1,119 @@
+"""Tables of `results.Results` as text: the same for the HTML report and for docs/reproduction.md."""
+
+from __future__ import annotations
+
+from megatron_sr.study.report import Table
+from megatron_sr.study.result_figures import METRIC_NAMES
+from megatron_sr.study.results import Arm, Comparison, Panel, Statistic, StickingRow, Table1
+
+DIGITS = {"iterations_to_target": 1, "final_reward": 4, "auc": 4, "main_params_reward": 4, "skipped_steps": 1}
+COLUMNS = ("iterations_to_target", "final_reward", "main_params_reward", "auc", "drift_at_target", "skipped_steps")
+
+
+def number(value: float, metric: str) -> str:
+    """With the digits that suit the metric."""
+    return f"{value:.2e}" if metric == "drift_at_target" else f"{value:.{DIGITS[metric]}f}"
+
+
+def statistic(stat: Statistic | None, metric: str) -> str:
+    """ "12.4 ± 0.3", "> 23.3 ± 0.5" where runs never reached the target, "" where there is no number."""
+    if stat is None:
+        return ""
+    text = number(stat["mean"], metric)
+    if stat["sem"] is not None:
+        text += f" ± {number(stat['sem'], metric)}"
+    return f"> {text}" if stat["censored"] and metric == "iterations_to_target" else text
+
+
+def p_value(comparison: Comparison) -> str:
+    if comparison["p"] is None:
+        return "bound" if comparison["bound"] != "none" else ""
+    return "< 1e-6" if comparison["p"] < 1e-6 else f"{comparison['p']:.2g}"
+
+
+def find(panel: Panel, arm: str, against: str, metric: str) -> Comparison | None:
+    """The comparison, if the panel has it."""
+    wanted = (arm, against, metric)
+    return next((c for c in panel["comparisons"] if (c["arm"], c["against"], c["metric"]) == wanted), None)
+
+
+def ratio(comparison: Comparison) -> str:
+    """ "1.42 x", "at least 1.42 x"."""
+    if comparison["ratio"] is None:
+        return ""
+    return {"lower": "at least ", "upper": "at most ", "none": ""}[comparison["bound"]] + f"{comparison['ratio']:.2f} x"
+
+
+def sticking(table: Table1) -> Table:
+    """Table 1 of the paper, and ours below it."""
+    rows = [
+        [
+            _source(row),
+            _format(row),
+            *(_percent(row, step) for step in range(4)),
+            str(row["runs"]) if row["sem"] else "",
+        ]
+        for row in sorted(table["rows"], key=lambda row: (row["rounding"] == "stochastic", row["format"] == "fp16"))
+    ]
+    return Table(
+        ("where", "weights", "step 1", "step 2", "step 3", "step 4", "runs"),
+        rows,
+        "Weights unchanged since the start after optimizer steps 1 to 4 [%], mean ± standard error.",
+    )
+
+
+def sticking_label(row: StickingRow) -> str:
+    """Where a row comes from and of which weights."""
+    return f"{_source(row)}, {_format(row)}:"
+
+
+def _source(row: StickingRow) -> str:
+    return "the paper, Table 1" if row["source"] == "paper" else row["label"]
+
+
+def _format(row: StickingRow) -> str:
+    return row["format"].upper() + (" stochastic" if row["rounding"] == "stochastic" else "")
+
+
+def _percent(row: StickingRow, step: int) -> str:
+    if step >= len(row["unchanged"]):
+        return ""
+    sem = f" ± {row['sem'][step]:.2f}" if row["sem"] else ""
+    return f"{row['unchanged'][step]:.2f}{sem}"
+
+
+def arms(panel: Panel) -> Table:
+    """A row for every arm; columns that no arm has are left out."""
+    shown = [metric for metric in COLUMNS if any(_worth(arm, metric) for arm in panel["arms"])]
+    header = ["", *(METRIC_NAMES[metric] for metric in shown), "runs"]
+    rows = [
+        [arm["label"], *(statistic(arm["summary"][metric], metric) for metric in shown), str(len(arm["runs"]))]
+        for arm in panel["arms"]
+    ]
+    target = "" if panel["gain"] is None else f"; target: the base's exact reward + {panel['gain']:g}"
+    return Table(
+        header, rows, f"{panel['label']}{target}. Mean ± standard error; >: a lower bound, some runs never reached it."
+    )
+
+
+def _worth(arm: Arm, metric: str) -> bool:
+    stat = arm["summary"][metric]
+    return stat is not None and not (metric == "skipped_steps" and stat["mean"] == 0)
+
+
+def comparisons(panel: Panel) -> Table:
+    """Paired comparisons on equal bases and seeds."""
+    labels = {arm["name"]: arm["label"] for arm in panel["arms"]}
+    rows = []
+    for c in panel["comparisons"]:
+        sem = f" ± {number(c['sem'], c['metric'])}" if c["sem"] is not None else ""
+        rows.append(
+            [labels[c["arm"]], labels[c["against"]], METRIC_NAMES[c["metric"]], ratio(c), f"{number(c['difference'], c['metric'])}{sem}",
+             p_value(c), str(c["n"])]
+        )  # fmt: skip
+    header = ("arm", "against", "number", "ratio", "difference", "p (paired t)", "pairs")
+    return Table(
+        header,
+        rows,
+        f"{panel['label']}. Pairs have equal base and seed; p is not corrected for the number of comparisons.",
+    )
