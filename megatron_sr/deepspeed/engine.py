@@ -10,10 +10,10 @@ import inspect
 
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.config import ParamRounding
 from megatron_sr.deepspeed.sites import Site, site_of, whole
 from megatron_sr.deepspeed.support import check_supported, config_names
-from megatron_sr.megatron import checkpoint
 
 _ATTRIBUTE = "_param_rounding"
 

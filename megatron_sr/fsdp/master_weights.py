@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.config import FLAGS, ParamRounding
 from megatron_sr.fsdp.coordinates import is_dtensor, local, names_of, same_placement, segments_of
 from megatron_sr.fsdp.fused import FusedAdamW, can_fuse
 from megatron_sr.fsdp.pieces import Piece, Rounding
-from megatron_sr.megatron import checkpoint
 
 MAIN = "main_param"
 _OURS = ("params", "param_names", checkpoint.KEY)  # entries of a param group that the inner optimizer does not get

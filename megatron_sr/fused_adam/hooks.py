@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.config import ParamRounding
 from megatron_sr.fused_adam import layout
 from megatron_sr.kernels import remainder
-from megatron_sr.megatron import checkpoint
 from megatron_sr.noise import check_u64
 from megatron_sr.rounding import RoundingPlan
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 
-from megatron_sr.config import ParamRounding, add_flags, from_flags
-from megatron_sr.megatron.checkpoint import check_arguments
+from megatron_sr.config import FLAGS, ParamRounding, add_flags, from_flags
 from megatron_sr.megatron.support import check_supported
 
 
@@ -54,3 +53,18 @@ def _with_validation(original):
         return original(args, *more, **defaults)
 
     return validate_args
+
+
+def check_arguments(args, config: ParamRounding) -> None:
+    """Raise ValueError for flags of Megatron-LM under which a checkpoint without model params could not be loaded again."""
+    if config.save_model != "none":
+        return
+    for wrong, flag, way_out in (
+        (getattr(args, "no_save_optim", None), "--no-save-optim on", "model params are recomputed from main params: leave it out"),
+        (getattr(args, "ckpt_format", "torch_dist") != "torch_dist", f"--ckpt-format {getattr(args, 'ckpt_format', None)}",
+         "only --ckpt-format torch_dist says what a checkpoint holds"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(
+                f"{FLAGS['save_model']} none does not work with {flag}: {way_out}, or use {FLAGS['save_model']} full"
+            )

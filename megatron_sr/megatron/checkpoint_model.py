@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.config import FLAGS, ParamRounding
-from megatron_sr.megatron import checkpoint
 from megatron_sr.megatron.checkpoint_index import COMPOSED, bucket_index, is_rounded
 from megatron_sr.megatron.recompute import Mismatch, Piece, differing, listing, mismatches
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.coordinates import Segment
-from megatron_sr.megatron import checkpoint
 from megatron_sr.megatron.checkpoint_index import COMPOSED, INDEX, read_index
 from megatron_sr.megatron.checkpoint_model import SAVE_MODEL
 from megatron_sr.megatron.checkpoint_reader import CheckpointReader, Chunk, DamagedCheckpoint, walk

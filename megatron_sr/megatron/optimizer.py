@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.config import FLAGS, ParamRounding
-from megatron_sr.megatron import checkpoint, checkpoint_index, checkpoint_model, mxfp8, mxfp8_flags
+from megatron_sr.megatron import checkpoint_index, checkpoint_model, mxfp8, mxfp8_flags
 from megatron_sr.megatron.identity import Identity, identify, model_chunks
 from megatron_sr.megatron.metrics import Metrics
 from megatron_sr.megatron.replicas import differing_replicas

@@ -49,8 +49,8 @@ def verify(path: Path, progress: bool = False) -> dict:
         mismatches    [{tensor, differing, elements}]
     Raises ValueError or FileNotFoundError for what cannot be verified, DamagedCheckpoint for what cannot be read.
     """
+    from megatron_sr import checkpoint
     from megatron_sr.config import ParamRounding
-    from megatron_sr.megatron import checkpoint
     from megatron_sr.megatron.checkpoint_pieces import Sources, read_state
     from megatron_sr.megatron.checkpoint_reader import CheckpointReader
     from megatron_sr.megatron.recompute import mismatches

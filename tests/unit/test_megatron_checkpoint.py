@@ -10,8 +10,9 @@ import re
 import pytest
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.config import ParamRounding
-from megatron_sr.megatron import checkpoint
+from megatron_sr.megatron import arguments
 
 CONFIG = ParamRounding(mode="stochastic", seed=2**64 - 1)
 
@@ -139,6 +140,6 @@ def test_nearest_loads_a_checkpoint_without_rounding_state(capsys):
 )
 def test_c6_flags_that_do_not_go_with_save_model_none(args, named):
     args = argparse.Namespace(**args)
-    checkpoint.check_arguments(args, ParamRounding())
+    arguments.check_arguments(args, ParamRounding())
     with pytest.raises(ValueError, match=f"--param-rounding-save-model none does not work with {named}"):
-        checkpoint.check_arguments(args, ParamRounding(save_model="none"))
+        arguments.check_arguments(args, ParamRounding(save_model="none"))

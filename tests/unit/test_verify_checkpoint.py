@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_sr import Noise, ParamRounding, round_to_
-from megatron_sr.megatron import checkpoint
+from megatron_sr import Noise, ParamRounding, checkpoint, round_to_
 from megatron_sr.megatron.checkpoint_index import COMPOSED, INDEX
 from megatron_sr.megatron.checkpoint_model import SAVE_MODEL
 from megatron_sr.megatron.verify import verify

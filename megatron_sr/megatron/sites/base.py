@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_sr import checkpoint
 from megatron_sr.config import ParamRounding
 from megatron_sr.coordinates import clip
-from megatron_sr.megatron import checkpoint, recompute
+from megatron_sr.megatron import recompute
 from megatron_sr.megatron.identity import Identity
 from megatron_sr.rounding import RoundingPlan
 

@@ -1,4 +1,4 @@
-"""The rounding state in Megatron's optimizer checkpoints: what is saved, and what a load accepts.
+"""The rounding state in an optimizer's checkpoints, of any backend: what is saved, and what a load accepts.
 
 The state (the configuration and the step) lies in every param group of the torch optimizer under `param_rounding`, as Adam's
 `step` does. So it travels wherever the optimizer's state travels - `state_dict`, `sharded_state_dict` in every sharding type, any
@@ -11,7 +11,7 @@ framework's own saving - and torch's public load hooks see it come back.
     stochastic stochastic run     goes on bit for bit; a difference in what decides the bits is an error, or with
                                   --param-rounding-on-mismatch recompute is announced, and the model params are rounded anew
 
-What happens to the model params is in checkpoint_model.py.
+What happens to the model params is the backends' (Megatron: megatron/checkpoint_model.py).
 """
 
 from __future__ import annotations
@@ -71,21 +71,6 @@ def _flag(field: str, value) -> str:
 
 def _shown(value) -> str:
     return (" ".join(value) or "(none)") if isinstance(value, tuple) else str(value)
-
-
-def check_arguments(args, config: ParamRounding) -> None:
-    """Raise ValueError for flags of Megatron-LM under which a checkpoint without model params could not be loaded again."""
-    if config.save_model != "none":
-        return
-    for wrong, flag, way_out in (
-        (getattr(args, "no_save_optim", None), "--no-save-optim on", "model params are recomputed from main params: leave it out"),
-        (getattr(args, "ckpt_format", "torch_dist") != "torch_dist", f"--ckpt-format {getattr(args, 'ckpt_format', None)}",
-         "only --ckpt-format torch_dist says what a checkpoint holds"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(
-                f"{FLAGS['save_model']} none does not work with {flag}: {way_out}, or use {FLAGS['save_model']} full"
-            )
 
 
 def store(optimizer: torch.optim.Optimizer, state: dict) -> None:
