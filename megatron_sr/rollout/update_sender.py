@@ -177,6 +177,6 @@ class _Sending:
         """Tell the engines, so that they need not wait for more; those that are gone or know it already need not be told."""
         for engine in self._engines:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                engine.request(
-                    "/update/abort", {"update": self._identity, "reason": f"the trainer gave up: {error}"}, 30.0
-                )
+                reason = f"the trainer gave up: {error}"
+                within = min(30.0, engine.update_timeout)  # where it stands still, it will not answer this either
+                engine.request("/update/abort", {"update": self._identity, "reason": reason}, within)

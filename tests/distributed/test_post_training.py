@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from megatron_sr.rl.metrics import read_metrics
 from tests.launch import ROOT, ray_environment, torchrun
@@ -22,9 +23,9 @@ SMALL = ["--prompts", 16, "--completions", 4, "--eval-prompts", 64, "--micro-bat
 NOT_COMPARED = ("seconds", "sync_seconds", "parity")
 
 
-def job(*flags, metrics, model=BASE, **kwargs):
-    """Run the job on two ranks and return its metrics records."""
-    torchrun(2, "megatron_sr.rl.train", "--model", model, "--metrics", metrics, "--quiet", *SMALL, *flags, **kwargs)
+def job(*flags, metrics, model=BASE, ranks=2, **kwargs):
+    """Run the job and return its metrics records."""
+    torchrun(ranks, "megatron_sr.rl.train", "--model", model, "--metrics", metrics, "--quiet", *SMALL, *flags, **kwargs)
     return read_metrics(metrics)
 
 
@@ -101,19 +102,14 @@ def test_killed_rank_ends_the_job_and_resume_equals_the_uninterrupted_run(uninte
     assert comparable(resumed) == comparable(expected)
     assert saved_weights(checkpoints / "iter_0000004") == saved_weights(reference / "checkpoints" / "iter_0000004")
 
-    # Another seed would silently change the noise, damaged weights the run: refused, saying which.
-    def refusal(*flags):
-        done = torchrun(
-            2, "megatron_sr.rl.train", "--model", BASE, "--quiet", *SMALL, "--iterations", 5, *flags, check=False
-        )
-        assert done.returncode != 0
-        assert "megatron-sr: error:" in done.stdout, done.stdout[-3000:]
-        return done.stdout.split("megatron-sr: error:")[1].splitlines()[0]
-
-    flags = ["--param-rounding", "stochastic", "--load", checkpoints]
-    assert "--param-rounding-seed 6 differs from the checkpoint's 5" in refusal(*flags, "--param-rounding-seed", 6)
+    # Damaged weights would silently change the run: refused, saying which. (Another seed or flag: test_megatron_resume.py.)
     damage(checkpoints / "iter_0000004")
-    assert "main params in iter_0000004 are not those that were saved" in refusal(*flags)
+    flags = [*flags[:2], "--load", checkpoints, "--iterations", 5]
+    done = torchrun(1, "megatron_sr.rl.train", "--model", BASE, "--quiet", *SMALL, *flags, check=False)
+    assert done.returncode != 0
+    assert "megatron-sr: error:" in done.stdout, done.stdout[-3000:]
+    refusal = done.stdout.split("megatron-sr: error:")[1].splitlines()[0]
+    assert "main params in iter_0000004 are not those that were saved" in refusal
 
 
 def damage(directory):
@@ -198,7 +194,7 @@ def test_point_9_numerical_parity_is_bit_reproducible_run_to_run(tmp_path):
             "--save-hf",
             tmp_path / name,
         ]
-        records = job(*flags, metrics=tmp_path / f"{name}.jsonl")
+        records = job(*flags, metrics=tmp_path / f"{name}.jsonl", ranks=1)
         runs.append((comparable(records), (tmp_path / name / "model.safetensors").read_bytes()))
     assert runs[0] == runs[1]
     operators = {row["operator"]: row["equal"] for row in records[0]["operators"]}
@@ -262,8 +258,11 @@ def test_moe_with_expert_parallelism(tmp_path):
     assert all(r["logprob_gap_mean"] < 0.02 for r in records[1:])
 
 
-def test_real_problems_with_chat_template_and_end_of_sequence(tmp_path):
-    """Two iterations on text: loader, chat template, lengths that vary, end-of-sequence tokens, padding, math-verify."""
+def test_real_problems_in_fp16_with_chat_template_and_end_of_sequence(tmp_path):
+    """Two iterations on text: loader, chat template, lengths that vary, end-of-sequence tokens, padding, math-verify, mean@4.
+
+    In FP16, with a loss scale that makes the first steps overflow, and with truncated importance sampling.
+    """
     tokenizer = byte_tokenizer()
     model = make_checkpoint(tmp_path / "bytes", "qwen3", vocab=264)
     tokenizer.save_pretrained(model)
@@ -274,8 +273,9 @@ def test_real_problems_with_chat_template_and_end_of_sequence(tmp_path):
     problems = shared if shared.exists() else ROOT / "tests" / "data" / "problems.jsonl"
     records = job(
         "--task", f"jsonl:{problems}", "--iterations", 2, "--param-rounding", "stochastic", "--prompts", 8, "--mini-batches", 2,
-        "--max-prompt-tokens", 300, "--max-completion-tokens", 120, "--lr", "1e-4",
-        model=model, metrics=tmp_path / "m.jsonl",
+        "--max-prompt-tokens", 300, "--max-completion-tokens", 120, "--lr", "1e-4", "--importance-ratio-cap", 2, "--fp16",
+        "--initial-loss-scale", 2**40, "--eval-task", f"jsonl:{ROOT / 'tests' / 'data' / 'problems.jsonl'}", "--eval-samples", 4,
+        "--eval-interval", 2, "--save-hf", tmp_path / "hf", model=model, metrics=tmp_path / "m.jsonl",
     )  # fmt: skip
     assert [r["iteration"] for r in records] == [0, 1, 2]
     assert "exact_reward" not in records[1]
@@ -284,3 +284,17 @@ def test_real_problems_with_chat_template_and_end_of_sequence(tmp_path):
     assert all(0.0 <= r["sampled_reward"] <= 1.0 for r in records[1:])
     assert records[-1]["parity"]["mismatched_tensors"] == 0
     assert all(r["logprob_gap_mean"] < 0.02 for r in records[1:])
+    assert records[-1]["reward_failures"] == {"timed_out": 0, "crashed": 0}
+    lengths = [r["response_length"] for r in records[1:]]
+    assert all(n["p10"] <= n["p50"] <= n["p99"] <= n["max"] <= 120 and 0 < n["truncated"] < 1 for n in lengths)
+    assert lengths[0]["mean"] == records[1]["completion_tokens"]
+    assert all(r["importance_capped"] == 0.0 for r in records[1:])  # equal weights: no ratio near 2
+    # 2^40 times any gradient overflows FP16: of the first two steps one is tolerated (hysteresis), then the scale halves.
+    assert (records[1]["skipped_steps"], records[1]["loss_scale"]) == (2, 2.0**39)
+    assert [r.get("evaluation") is not None for r in records] == [True, False, True]
+    first, last = records[0]["evaluation"], records[2]["evaluation"]
+    assert (first["problems"], first["task"]) == (8, f"jsonl:{ROOT / 'tests' / 'data' / 'problems.jsonl'}")
+    assert 0.0 <= last["mean@4"] <= last["pass@4"] <= 1.0
+    trained = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in trained.values()} == {"torch.float16"}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"
