@@ -122,14 +122,14 @@ def _learning_rate(panels: Sequence[Panel]) -> list[str]:
 def _variants(panels: Sequence[Panel]) -> list[str]:
     found = []
     for panel in panels:
-        recommended, metric = ("once", "auc") if _arm(panel, "once") else ("bf16-stochastic", "final_reward")
+        # Over the run, not at its end: one draw's noise must not decide
+        recommended, metric = "once" if _arm(panel, "once") else "bf16-stochastic", "auc"
         for c in panel["comparisons"]:
             if c["against"] == recommended and c["metric"] == metric and c["arm"] not in ("bf16-nearest", "fp32"):
                 better = "no different from" if _same(c) else "better than" if c["difference"] > 0 else "worse than"
-                where = "mean reward over the run" if metric == "auc" else "final reward"
                 found.append(
                     f"{_arm(panel, c['arm'])['label']}: {better} the recommended scheme "
-                    f"({where} {c['difference']:+.4f}, {p_text(c)})."
+                    f"(mean reward over the run {c['difference']:+.4f}, {p_text(c)})."
                 )
     return found
 

@@ -103,8 +103,7 @@ def run_study(args: argparse.Namespace) -> Results:
         for name in wanted:
             if name == "headline":
                 continue
-            bar = progress.bar(name)
-            run = lambda settings, bar=bar: runner.run(settings, bar)
+            run = lambda settings, name=name: runner.run(settings, progress.bar(name)) if settings else []
             if name == "table1":
                 results["table1"] = assemble.table_1(run)
             else:
