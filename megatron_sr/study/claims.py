@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_sr.study import verdict
-from megatron_sr.study.findings import SIGNIFICANT, p_text
+from megatron_sr.study.findings import SIGNIFICANT
 from megatron_sr.study.report import Table
-from megatron_sr.study.result_figures import mantissa_bits
+from megatron_sr.study.result_figures import mantissa_bits, value
 from megatron_sr.study.results import Comparison, Panel, Results, StickingRow
 from megatron_sr.study.sticking import PAPER_TABLE_1
-from megatron_sr.study.tables import find, ratio, statistic
+from megatron_sr.study.tables import evidence, find, ratio, statistic
 
 Verdict = Literal["holds", "partly", "does not show", "not run"]
 
@@ -106,7 +106,7 @@ def _ratios(panel: Panel | None, arm: str, against: tuple[str, ...]) -> list[Com
 
 def _versus(panel: Panel, found: list[Comparison]) -> str:
     labels = {arm["name"]: arm["label"] for arm in panel["arms"]}
-    return "; ".join(f"{ratio(c)} the iterations of {labels[c['against']]} ({p_text(c)})" for c in found)
+    return "; ".join(f"{ratio(c)} the iterations of {labels[c['against']]} ({evidence(c)})" for c in found)
 
 
 def _nearest_lags(results: Results) -> Claim:
@@ -155,9 +155,9 @@ def _mantissa(results: Results) -> Claim:
         if panel is None:
             continue
         arms = sorted((bits, arm) for arm in panel["arms"] if (bits := mantissa_bits(arm)) is not None)
-        values = [(bits, arm["summary"][metric]) for bits, arm in arms]
+        values = [(bits, value(arm, metric)) for bits, arm in arms]
         good += [sign * (b["mean"] - a["mean"]) > 0 for (_, a), (_, b) in itertools.pairwise(values)]
-        unit = "iterations" if metric == "iterations_to_target" else "mean reward"
+        unit = "iterations" if metric == "iterations_to_target" else "mean gain"
         here.append(f"{unit} with {', '.join(f'{bits} bits {statistic(stat, metric)}' for bits, stat in values)}")
     return Claim(
         "More mantissa bits, faster convergence",
@@ -173,9 +173,9 @@ def _learning_rate(results: Results) -> Claim:
     found = [(panel, c) for panel in panels for c in _ratios(panel, "bf16-nearest", ("fp16-settled",))]
     return Claim(
         "FP16 is ahead of BF16 at every learning rate",
-        "; ".join(f"{panel['label'].lower()}: {ratio(c)} ({p_text(c)})" for panel, c in found) or NOT_RUN,
+        "; ".join(f"{panel['label'].lower()}: {ratio(c)} ({evidence(c)})" for panel, c in found) or NOT_RUN,
         _judged([c["ratio"] > 1 and (c["bound"] == "lower" or (c["p"] or 1.0) < SIGNIFICANT) for _, c in found]),
-        f"nearest needs more iterations at each, p < {SIGNIFICANT}",
+        f"nearest needs more iterations at each that was run, p < {SIGNIFICANT}",
         "A higher learning rate shortens the lag but does not remove it.",
     )
 
@@ -196,12 +196,12 @@ def _rollout_only(results: Results) -> Claim:
     low, bf16 = _panel(results, "variants", "variants-e8m2"), _panel(results, "variants", "variants")
     here, good = [], []
     for panel, against, metric, name in (
-        (low, "once", "auc", "E8M2, mean reward"),
+        (low, "once", "auc", "E8M2, mean gain"),
         (bf16, "bf16-stochastic", "final_reward", "BF16, reward at the end"),
     ):
         c = find(panel, "rollout-only", against, metric) if panel is not None else None
         if c is not None:
-            here.append(f"{name}: {c['difference']:+.4f} ({p_text(c)})")
+            here.append(f"{name}: {c['difference']:+.4f} ({evidence(c)})")
             good.append(c["difference"] < 0 and (c["p"] or 1.0) < SIGNIFICANT)
     return Claim(
         "Stochastic rounding of the rollouts alone is not enough",
@@ -225,13 +225,13 @@ def _drift(results: Results) -> Claim:
         ]
         if raised:
             most = raised[-1]
-            here.append(f"{panel['label']}: {ratio(most)} ({p_text(most)})")
+            here.append(f"{panel['label']}: {ratio(most)} ({evidence(most)})")
             good.append(most["difference"] > 0 and (most["p"] or 1.0) < SIGNIFICANT)
     return Claim(
         "Raising the learning rate instead costs drift from the base",
         "; ".join(here) or NOT_RUN,
         _judged(good),
-        f"nearest at the highest rate drifts further than stochastic at 1e-6, at equal reward, p < {SIGNIFICANT}, on every task",
+        f"nearest at the highest rate drifts further than stochastic at 1e-6, at equal reward, on every task, p < {SIGNIFICANT}",
         "Whether a higher learning rate is a substitute for stochastic rounding. Where drift is a function of reward alone, it would be.",
     )
 
@@ -250,7 +250,7 @@ def _staleness(results: Results) -> Claim:
         "Stochastic rounding helps in an asynchronous loop and in MXFP8 too (preliminary there)",
         "; ".join(here) or NOT_RUN,
         _judged(good),
-        f"nearest ends below stochastic at every age and format, p < {SIGNIFICANT}",
+        f"nearest ends below stochastic at every age and format that was run, p < {SIGNIFICANT}",
         "The advantage does not depend on rollouts that are in step with the trainer.",
     )
 
@@ -263,7 +263,7 @@ def _readout_lag(results: Results) -> Claim:
     if lag is not None and gap is not None:
         here = (
             f"nearest against stochastic at the end: rounded weights {gap['difference']:+.4f}, FP32 main params {lag['difference']:+.4f} "
-            f"({p_text(lag)})"
+            f"({evidence(lag)})"
         )
         good = [lag["difference"] < 0.5 * gap["difference"]]
     return Claim(

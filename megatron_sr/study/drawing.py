@@ -89,8 +89,8 @@ class Look:
 def looks(names: Sequence[str]) -> dict[str, Look]:
     """Name of an arm -> how it looks. The arms that many pictures have look the same in all of them."""
     known = {
-        "bf16-nearest": Look(RED[0], "-", "x"),
-        "nearest": Look(RED[0], "-", "x"),
+        "bf16-nearest": Look(RED[0], "-", "s"),
+        "nearest": Look(RED[0], "-", "s"),
         "bf16-stochastic": Look(BLUE[0], "-", "o"),
         "stochastic": Look(BLUE[0], "-", "o"),
         "once": Look(BLUE[0], "-", "o"),
@@ -98,7 +98,7 @@ def looks(names: Sequence[str]) -> dict[str, Look]:
         "fp16-settled": Look(AMBER[0], "--", "^"),
         "fp32": Look(INK[0], "-.", "D"),
     }
-    others, lines, markers = [n for n in names if n not in known], ("--", "-", "-."), "sP*hXd"
+    others, lines, markers = [n for n in names if n not in known], ("--", "-", "-."), "P*hXdx"
     for i, name in enumerate(others):
         known[name] = Look(OTHERS[i % len(OTHERS)], lines[i % 3], markers[i % len(markers)])
     return {name: known[name] for name in names}
@@ -152,9 +152,13 @@ def band(ax: Axes, x, mean, sem, look: Look, label: str) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """`text` in lines of at most `width` characters; 2^16 as 2 with superscript digits."""
-    text = re.sub(r"\b2\^(-?\d+)", lambda m: power_of_two(int(m[1])), text)
-    return "\n".join(textwrap.wrap(text, width))
+    """`text` in lines of at most `width` characters."""
+    return "\n".join(textwrap.wrap(superscripts(text), width))
+
+
+def superscripts(text: str) -> str:
+    """2^16 with superscript digits."""
+    return re.sub(r"\b2\^(-?\d+)", lambda match: power_of_two(int(match[1])), text)
 
 
 def rate(lr: float) -> str:
@@ -184,6 +188,7 @@ def render(draw: Callable[[Size], Figure]) -> Files:
         wide, narrow = draw(WIDE), draw(NARROW)
         png = io.BytesIO()
         wide.savefig(png, format="png", dpi=144, facecolor="white")
+        wide.set_layout_engine("none")  # laid out; the second file need not do it again
         return Files(png.getvalue(), _svg(wide), _svg(narrow))
 
 

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_sr.study.drawing import Files, Size, render
+from megatron_sr.study.drawing import Files, Size, render, superscripts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +81,11 @@ def write_report(directory: Path, report: Report) -> Path:
             images[picture.name] = _inlined(files)
     template = resources.files("megatron_sr.study").joinpath("report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: superscripts(value) if type(value) is str else value,
     )
     path = directory / "report.html"
     path.write_text(environment.from_string(template).render(report=report, images=images), encoding="utf-8")

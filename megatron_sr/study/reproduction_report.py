@@ -67,7 +67,7 @@ def build(results: Results, jobs: figures.Arms) -> Report:
             sections.append(_section(name, experiment, pictures))
     sections.append(_method())
     return Report(
-        title="The paper in miniature: stochastic rounding in RL post-training",
+        title="Stochastic rounding in RL post-training: the paper in miniature",
         subtitle=f"{_run(results)} Paper: Closing the BF16-FP16 Convergence Speed Gap in RL Post-Training with Stochastic Rounding.",
         failure=f"The headline failed. {results['failure']}." if results["failure"] else None,
         success=_success(results),
@@ -104,13 +104,16 @@ def _keys(results: Results) -> list[tuple[str, str]]:
         for arm, words in (("bf16-stochastic", "BF16 stochastic"), ("bf16-nearest", "BF16 nearest")):
             c = find(panel, arm, "fp16-settled", "iterations_to_target")
             if c:
-                keys.append((ratio(c), f"the iterations of FP16 to the reward target, {words}, {c['n']} paired runs"))
+                keys.append(
+                    (
+                        ratio(c),
+                        f"the iterations of FP16 (loss scale from 2^16) to the reward target: {words}, {_runs(c['n'])}",
+                    )
+                )
     for panel in results["experiments"].get("headline", {"panels": []})["panels"]:
         c = find(panel, "bf16-nearest", "bf16-stochastic", "iterations_to_target")
         if c:
-            keys.append(
-                (ratio(c), f"nearest over stochastic, iterations, in Megatron-Core and vLLM, {c['n']} paired runs")
-            )
+            keys.append((ratio(c), f"nearest over stochastic, iterations, in Megatron-Core and vLLM, {_runs(c['n'])}"))
     for row in (results["table1"] or {"rows": []})["rows"]:
         if (row["source"], row["format"], row["rounding"]) == ("miniature", "bf16", "nearest"):
             keys.append(
@@ -119,8 +122,12 @@ def _keys(results: Results) -> list[tuple[str, str]]:
     return keys
 
 
+def _runs(pairs: int) -> str:
+    return f"{pairs} paired runs" if pairs > 1 else "one pair of runs"
+
+
 def _not_run(name: str) -> Section:
-    return Section(TITLES[name], left_out=f"ask for it with megatron-sr reproduce {name}, or all")
+    return Section(TITLES[name], left_out=f"not run; megatron-sr reproduce {name} makes it, reproduce all everything")
 
 
 def _section(name: str, experiment: Experiment, pictures: list) -> Section:
@@ -147,7 +154,7 @@ def _table1(results: Results) -> Section:
 
 
 def _headline(experiment: Experiment, jobs: figures.Arms) -> Section:
-    pictures = [result_pictures.rewards(panel, "headline-reward") for panel in experiment["panels"]]
+    pictures = [result_pictures.rewards(panel, "headline-reward", True) for panel in experiment["panels"]]
     findings = list(experiment["notes"])
     parity = [run[-1]["parity"] for runs in jobs.values() for run in runs if "parity" in run[-1]]
     if parity:

@@ -31,9 +31,9 @@ from megatron_sr.study.statistics import mean_and_sem
 
 METRIC_NAMES = {
     "iterations_to_target": "iterations to the target",
-    "final_reward": "exact reward at the end",
-    "auc": "mean exact reward over the run",
-    "main_params_reward": "exact reward of the FP32 main params",
+    "final_reward": "gain in exact reward at the end",
+    "auc": "mean gain over the run",
+    "main_params_reward": "gain of the FP32 main params",
     "drift_at_target": "drift at the target",
     "skipped_steps": "skipped steps",
 }
@@ -60,6 +60,22 @@ def mean_curve(runs: Sequence[Run], field: str, gain: bool = False) -> tuple[lis
     return common, [mean for mean, _ in pairs], [sem or 0.0 for _, sem in pairs]
 
 
+REWARDS = ("final_reward", "auc", "main_params_reward")
+
+
+def value(arm: Arm, metric: str) -> Statistic | None:
+    """An arm's number as it is shown. Rewards are gains over each run's own start: bases start from different rewards, whose spread
+    says nothing about the arm.
+    """
+    if metric not in REWARDS:
+        return arm["summary"][metric]
+    gains = [run[metric] - run["start_reward"] for run in arm["runs"] if run[metric] is not None]
+    if not gains:
+        return None
+    mean, sem = mean_and_sem(gains)
+    return {"mean": mean, "sem": sem, "n": len(gains), "censored": 0}
+
+
 def reward_curves(panel: Panel, size: Size):
     """Gain in exact reward of the policy that generates (lines), of its FP32 main params (hollow marks), against the iteration."""
     figure, ax = axes(size, panel["label"], "iteration", "gain in exact reward")
@@ -69,7 +85,8 @@ def reward_curves(panel: Panel, size: Size):
         band(ax, *mean_curve(arm["runs"], "exact_reward", gain=True), look, arm["label"])
         x, y, _ = mean_curve(arm["runs"], "main_params_exact_reward", gain=True)
         if arm["settings"].get("format") != "fp32":
-            ax.plot(x, y, look.marker, color=look.colour, mfc="none", ms=6.5, mew=1.4)
+            lagging = arm["settings"].get("rounding", "nearest") == "nearest"  # visible where marks coincide
+            ax.plot(x, y, look.marker, color=look.colour, mfc="none", ms=10 if lagging else 6, mew=1.4)
     if panel["gain"] is not None:
         ax.axhline(panel["gain"], color=MUTED[0], ls=":", lw=1.2)
         ax.annotate(
@@ -87,7 +104,7 @@ def reward_curves(panel: Panel, size: Size):
 
 def scalars(panel: Panel, metric: str, size: Size):
     """One number of every arm, mean +- standard error; an arrow where the mean is only a lower bound."""
-    rows = [(arm, arm["summary"][metric]) for arm in panel["arms"] if arm["summary"][metric] is not None]
+    rows = [(arm, stat) for arm in panel["arms"] if (stat := value(arm, metric)) is not None]
     height = (0.75 + 0.31 * len(rows)) / size.height * (1.25 if is_narrow(size) else 1)
     figure, ax = axes(size, panel["label"], METRIC_NAMES[metric], "", height)
     style = looks([arm["name"] for arm in panel["arms"]])
@@ -257,18 +274,14 @@ def _plain_ticks(ax, statistics: Sequence[Statistic | None]) -> None:
     ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
 
 
-def _points(ax, x: list, arms: list[Arm], metric: str, look, label: str | None = None, gain: bool = False) -> None:
+def _points(ax, x: list, arms: list[Arm], metric: str, look, label: str | None = None) -> None:
     """Mean +- standard error of `metric` of `arms` at `x`, as a line with marks."""
-    known = [(at, arm["summary"][metric], arm) for at, arm in zip(x, arms) if arm["summary"][metric] is not None]
-    if not known:
-        return
-    start = [sum(run["start_reward"] for run in arm["runs"]) / len(arm["runs"]) if gain else 0.0 for _, _, arm in known]
-    ax.errorbar(
-        [at for at, _, _ in known],
-        [s["mean"] - base for (_, s, _), base in zip(known, start)],
-        yerr=None if gain else [s["sem"] or 0.0 for _, s, _ in known],
-        fmt=look.marker + look.dashes, color=look.colour, ms=6, capsize=3, label=label or known[0][2]["label"],
-    )  # fmt: skip
+    known = [(at, stat, arm) for at, arm in zip(x, arms) if (stat := value(arm, metric)) is not None]
+    if known:
+        ax.errorbar(
+            [at for at, _, _ in known], [stat["mean"] for _, stat, _ in known], yerr=[stat["sem"] or 0.0 for _, stat, _ in known],
+            fmt=look.marker + look.dashes, color=look.colour, ms=6, capsize=3, label=label or known[0][2]["label"],
+        )  # fmt: skip
 
 
 def staleness(experiment: Experiment, size: Size):
@@ -280,11 +293,7 @@ def staleness(experiment: Experiment, size: Size):
             arms = [arm for arm in panel["arms"] if arm["settings"]["rounding"] == rounding]
             look = looks([rounding])[rounding]
             ages = [arm["settings"].get("staleness", 0) for arm in arms]
-            gains = [mean_and_sem([run["final_reward"] - run["start_reward"] for run in arm["runs"]]) for arm in arms]
-            ax.errorbar(
-                ages, [mean for mean, _ in gains], yerr=[sem or 0.0 for _, sem in gains],
-                fmt=look.marker + look.dashes, color=look.colour, ms=6, capsize=3, label=rounding,
-            )  # fmt: skip
+            _points(ax, ages, arms, "final_reward", look, rounding)
         ax.set(
             title=wrapped(panel["label"], 30),
             xlabel="age of the rollouts' weights [iterations]",
@@ -304,7 +313,7 @@ def mantissa(panel: Panel, metric: str, size: Size):
     _points(ax, bits, [nearest[b] for b in bits], metric, looks(["nearest"])["nearest"], "nearest, 8 exponent bits")
     style = looks([arm["name"] for arm in panel["arms"]])
     for arm in panel["arms"]:
-        stat, look = arm["summary"][metric], style[arm["name"]]
+        stat, look = value(arm, metric), style[arm["name"]]
         if mantissa_bits(arm) is None and stat is not None:
             ax.axhline(stat["mean"], ls=look.dashes, color=look.colour, lw=1.6, label=arm["label"])
     ax.set_xticks(bits)

@@ -6,6 +6,7 @@ from functools import partial
 
 from megatron_sr.study import result_figures, tables
 from megatron_sr.study.report import Picture
+from megatron_sr.study.result_figures import value
 from megatron_sr.study.results import Experiment, Panel, Table1
 from megatron_sr.study.tables import statistic
 
@@ -44,27 +45,32 @@ def table1(table: Table1) -> list[Picture]:
     return pictures
 
 
-def _ends(panel: Panel) -> str:
+def ends(panel: Panel) -> str:
     """For alt texts: where every arm ends."""
-    return "; ".join(
-        f"{arm['label']} {statistic(arm['summary']['final_reward'], 'final_reward')}" for arm in panel["arms"]
-    )
+    return "; ".join(f"{arm['label']} {statistic(value(arm, 'final_reward'), 'final_reward')}" for arm in panel["arms"])
 
 
 def _values(panel: Panel, metric: str) -> str:
-    known = [(arm["label"], statistic(arm["summary"][metric], metric)) for arm in panel["arms"]]
+    known = [(arm["label"], statistic(value(arm, metric), metric)) for arm in panel["arms"]]
     return "; ".join(f"{label} {text}" for label, text in known if text)
 
 
-def rewards(panel: Panel, name: str) -> Picture:
+def rewards(panel: Panel, name: str, explain: bool = False) -> Picture:
+    """Reward curves; explain: with all that a first-time reader must know."""
     runs = len(panel["arms"][0]["runs"])
-    band = f"Bands: standard error over {runs} runs (bases x seeds)." if runs > 1 else "One run of each arm."
+    spread = f"mean and standard error over {runs} runs" if runs > 1 else "one run of each arm"
+    caption = (
+        f"Gain of the policy that generates over the base: {spread}. Hollow marks: the FP32 main params behind it."
+    )
+    if explain:
+        caption += (
+            " Where marks lie above their line, a run has learned more than its rounded weights show: readout lag."
+        )
     return Picture(
         name,
         partial(result_figures.reward_curves, panel),
-        f"Lines: the policy that generates, gain over the base. {band} Hollow marks: the FP32 main params behind it, scored on their own. "
-        "Where marks lie above their line, the run has learned more than its rounded weights show (readout lag).",
-        f"Line chart of the gain in exact reward over {panel['iterations']} iterations. Exact reward at the end: {_ends(panel)}.",
+        caption,
+        f"Line chart of the gain in exact reward over {panel['iterations']} iterations. Gain at the end: {ends(panel)}.",
     )
 
 
@@ -83,7 +89,10 @@ def _bars(panel: Panel, name: str) -> Picture:
 def panels(experiment: Experiment) -> list[Picture]:
     pictures = []
     for panel in experiment["panels"]:
-        pictures += [rewards(panel, f"{panel['name']}-reward"), _bars(panel, f"{panel['name']}-numbers")]
+        pictures += [
+            rewards(panel, f"{panel['name']}-reward", panel["name"] == "convergence"),
+            _bars(panel, f"{panel['name']}-numbers"),
+        ]
     return pictures
 
 
@@ -104,6 +113,8 @@ def formats(experiment: Experiment) -> list[Picture]:
 
 
 def learning_rate(experiment: Experiment) -> list[Picture]:
+    if len(experiment["panels"]) == 1:
+        return panels(experiment)
     text = "; ".join(f"{panel['label']}: {_values(panel, 'iterations_to_target')}" for panel in experiment["panels"])
     return [
         Picture(
@@ -136,6 +147,6 @@ def staleness(experiment: Experiment) -> list[Picture]:
             "staleness",
             partial(result_figures.staleness, experiment),
             "Gain over the base at the last iteration. Rollouts of age k come from the weights k iterations ago.",
-            f"Line charts of the gain in exact reward against the age of the rollouts' weights. Exact reward at the end: {text}.",
+            f"Line charts of the gain in exact reward against the age of the rollouts' weights. Gain at the end: {text}.",
         )
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_sr.study.report import Table
-from megatron_sr.study.result_figures import METRIC_NAMES
+from megatron_sr.study.result_figures import METRIC_NAMES, value
 from megatron_sr.study.results import Arm, Comparison, Panel, Statistic, StickingRow, Table1
 
 DIGITS = {"iterations_to_target": 1, "final_reward": 4, "auc": 4, "main_params_reward": 4, "skipped_steps": 1}
@@ -29,6 +29,15 @@ def p_value(comparison: Comparison) -> str:
     if comparison["p"] is None:
         return "bound" if comparison["bound"] != "none" else ""
     return "< 1e-6" if comparison["p"] < 1e-6 else f"{comparison['p']:.2g}"
+
+
+def evidence(comparison: Comparison) -> str:
+    """ "p = 0.012, 9 pairs"; "in 2 of 9 pairs the target was never reached"."""
+    pairs = f"{comparison['n']} pair{'s' * (comparison['n'] != 1)}"
+    if comparison["bound"] != "none":
+        return f"in {comparison['censored']} of {pairs} the target was never reached"
+    p = p_value(comparison)
+    return f"p {p if p.startswith('<') else '= ' + p}, {pairs}" if p else pairs
 
 
 def find(panel: Panel, arm: str, against: str, metric: str) -> Comparison | None:
@@ -85,19 +94,20 @@ def _percent(row: StickingRow, step: int) -> str:
 def arms(panel: Panel) -> Table:
     """A row for every arm; columns that no arm has are left out."""
     shown = [metric for metric in COLUMNS if any(_worth(arm, metric) for arm in panel["arms"])]
+    if len({arm["settings"].get("lr") for arm in panel["arms"]}) == 1:
+        shown = [metric for metric in shown if metric != "drift_at_target"]  # of interest where learning rates compete
     header = ["", *(METRIC_NAMES[metric] for metric in shown), "runs"]
     rows = [
-        [arm["label"], *(statistic(arm["summary"][metric], metric) for metric in shown), str(len(arm["runs"]))]
+        [arm["label"], *(statistic(value(arm, metric), metric) for metric in shown), str(len(arm["runs"]))]
         for arm in panel["arms"]
     ]
-    target = "" if panel["gain"] is None else f"; target: the base's exact reward + {panel['gain']:g}"
-    return Table(
-        header, rows, f"{panel['label']}{target}. Mean ± standard error; >: a lower bound, some runs never reached it."
-    )
+    target = "" if panel["gain"] is None else f" Target: a gain of {panel['gain']:g}."
+    caption = f"{panel['label']}.{target} Gains are over the base's exact reward. Mean ± standard error; >: some runs never got there."
+    return Table(header, rows, caption)
 
 
 def _worth(arm: Arm, metric: str) -> bool:
-    stat = arm["summary"][metric]
+    stat = value(arm, metric)
     return stat is not None and not (metric == "skipped_steps" and stat["mean"] == 0)
 
 
