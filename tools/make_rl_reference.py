@@ -1,9 +1,10 @@
 """Values of the RL formulas as public trainers compute them, for tests/unit/test_rl_reference.py.
 
-    pip install --target DIR --no-deps verl==0.9.1 trl==1.16.0 datasets pandas tensordict omegaconf hydra-core codetiming pylatexenc ...
+    pip install --target DIR --no-deps verl==0.9.1 trl==1.16.0 datasets pandas pyarrow xxhash multiprocess pytz orjson pyvers \
+        'tensordict<0.11' omegaconf hydra-core codetiming pylatexenc torchdata
     PYTHONPATH=DIR python tools/make_rl_reference.py tests/data/rl_reference.json
 
-They are stored, not computed in the test, because the requirements of neither fit this project's pins (verl 0.9.1: transformers < 5.11).
+They are stored, not computed in the test, because verl 0.9.1 wants transformers < 5.11, against this project's pins.
 What runs is their own code: verl's `compute_policy_loss_vanilla`, `compute_grpo_outcome_advantage`, `compute_rollout_correction_weights`
 and `kl_penalty_forward`; TRL's `GRPOTrainer._compute_loss`, given log-probabilities in place of a model.
 """

@@ -17,7 +17,7 @@ from megatron_sr.rl.loss import Clipping, truncated_importance
 from megatron_sr.rl.metrics import MetricsLog, open_log, progress_line
 from megatron_sr.rl.mxfp8 import counted
 from megatron_sr.rl.response_length import response_lengths
-from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, share_rewards, staleness
+from megatron_sr.rl.rollouts import Batch, Rollouts, gather, generate_share, share_rewards, staleness, sum_counts
 from megatron_sr.rl.sampled_evaluation import SampledEvaluation, sampling_for
 from megatron_sr.rl.sync import JobSync
 from megatron_sr.study.sticking import unchanged_fraction
@@ -144,7 +144,7 @@ class PostTraining:
             **self._token_statistics(local),
         }
         if failures := self.task.failures():
-            record["reward_failures"] = _summed(failures)
+            record["reward_failures"] = sum_counts(failures)
         if policy.dtype == torch.float16:
             record |= {"skipped_steps": policy.skipped_steps, "loss_scale": policy.loss_scale}
         if self.queue:
@@ -243,6 +243,7 @@ class PostTraining:
             "iteration": self.iteration,
             "steps": self.steps,
             "skipped_steps": self.policy.skipped_steps,
+            "dtype": _name(self.policy.dtype),
             "seed": self.args.seed,
             "task": self.task.name,
             "settings": settings,
@@ -257,6 +258,11 @@ class PostTraining:
                 raise ValueError(
                     f"--load {self.args.load} was saved with --{name} {state[name]}, this job has {ours}; use the same"
                 )
+        dtype, ours = state.get("dtype", "bfloat16"), _name(self.policy.dtype)
+        if dtype != ours:
+            raise ValueError(
+                f"--load {self.args.load} was saved in {dtype}, this job trains {ours}; {'leave out' if self.args.fp16 else 'add'} --fp16"
+            )
         changed = {
             n: (old, getattr(self.args, n)) for n, old in state["settings"].items() if old != getattr(self.args, n)
         }
@@ -271,8 +277,5 @@ class PostTraining:
             self.log.rewind(self.iteration, rounding=self.rounding.config.mode, seed=self.args.seed)
 
 
-def _summed(counts: dict[str, int]) -> dict[str, int]:
-    """The sum over all ranks of each count; collective."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, counts)
-    return {name: sum(theirs[name] for theirs in everyone) for name in counts}
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -77,6 +77,9 @@ def progress_line(record: dict, iterations: int) -> str:
     if "exact_reward" in record:
         parts.append("exact reward " + number("exact_reward", "{:.4f}"))
     parts.append("sampled " + number("sampled_reward", "{:.4f}"))
+    for name in record.get("evaluation", ()):
+        if name.startswith("mean@"):
+            parts.append(f"{name} {record['evaluation'][name]:.4f}")
     parts.append("unchanged " + (f"{100 * record['unchanged']:6.2f} %" if "unchanged" in record else "-" * 6))
     parts.append("logprob gap " + number("logprob_gap_mean", "{:.4f}"))
     if "staleness" in record:

@@ -126,7 +126,12 @@ def parser() -> argparse.ArgumentParser:
         default=0.1,
         help="stop if trainer and engine differ by more, mean nats a token",
     )
-    g.add_argument("--eval-prompts", type=int, default=512, help="examples of the exact expected reward")
+    g.add_argument(
+        "--eval-prompts",
+        type=int,
+        default=512,
+        help="examples of the exact expected reward, and of a generated --eval-task",
+    )
     g.add_argument(
         "--main-params-interval", type=int, default=5, help="score the FP32 main params every N iterations; 0: never"
     )

@@ -103,6 +103,13 @@ def share_rewards(task, examples: list[Example], completions: list[list[list[int
     return [shares[i % len(shares)][i // len(shares)] for i in range(len(examples))]
 
 
+def sum_counts(counts: dict[str, int]) -> dict[str, int]:
+    """The sum over all ranks of each count; collective."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, counts)
+    return {name: sum(theirs[name] for theirs in everyone) for name in counts}
+
+
 def gather(batch: Batch, groups: list[list[Completion]], pad_id: int, multiple: int) -> Rollouts:
     """All ranks' shares together; collective over all ranks. Sequence lengths are padded to `multiple`."""
     ordered = gather_groups(groups, len(batch.examples))

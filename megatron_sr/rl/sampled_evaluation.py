@@ -13,7 +13,7 @@ import time
 import torch
 
 from megatron_sr.rl.response_length import response_lengths
-from megatron_sr.rl.rollouts import gather_groups, share_of, share_rewards
+from megatron_sr.rl.rollouts import gather_groups, share_of, share_rewards, sum_counts
 from megatron_sr.rl.tasks import Example, Task
 from megatron_sr.rollout.engine import SamplingConfig
 
@@ -46,7 +46,8 @@ class SampledEvaluation:
     def __call__(self, engine) -> dict:
         """Collective over all ranks; each generates a share of the problems. Returns
 
-        task, problems, mean@n, standard_error, pass@n, response_length (see `response_lengths`), seconds.
+        task, problems, mean@n, standard_error, pass@n, response_length (see `response_lengths`), seconds; reward_failures (see
+        `Task.failures`; since the job began) where the task can have them.
         """
         started, n = time.perf_counter(), self._sampling.n
         mine = share_of(len(self._examples))
@@ -58,7 +59,9 @@ class SampledEvaluation:
         rewards = torch.tensor(share_rewards(self._task, self._examples, completions), dtype=torch.float64)
         lengths = torch.tensor([[len(ids) for ids in group] for group in completions])
         truncated = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
+        failures = self._task.failures()
         return {
+            **({"reward_failures": sum_counts(failures)} if failures else {}),
             "task": self._task.name,
             "problems": len(self._examples),
             **mean_at_n(rewards),

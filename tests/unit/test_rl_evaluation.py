@@ -32,6 +32,9 @@ class EvenTask:
     def rewards(self, examples, completions):
         return [[float(len(ids) % 2 == 0) for ids in group] for group in completions]
 
+    def failures(self):
+        return {"timed_out": 2}
+
 
 class Engine:
     """Completion i of a request with seed s has 1 + (s + i) % 3 tokens; three tokens are the limit."""
@@ -68,6 +71,7 @@ def test_evaluation_draws_the_same_samples_each_time_and_counts_them(monkeypatch
     assert engine.seeds == seeds
     # Each problem has one answer of 1, 2 and 3 tokens.
     assert (first["mean@3"], first["pass@3"], first["problems"]) == (pytest.approx(1 / 3), 1.0, 2)
+    assert first["reward_failures"] == {"timed_out": 2}
     assert first["response_length"]["mean"] == 2.0
     assert first["response_length"]["truncated"] == pytest.approx(1 / 3)
 
