@@ -71,7 +71,7 @@ def torchao_adamw(model: nn.Module):
 
 def fused_adam(mode: str, remainders: bool) -> Callable:
     sys.path.insert(0, str(ROOT))
-    from megatron_sr.fused_adam import round_fused_adam
+    from megatron_sr.fused_adam.hooks import round_fused_adam
     from megatron_sr.kernels.adamw import fused_adamw_step_
     from tests.backends.fused_adam_stand_in import TransformerEngineStandIn
 

@@ -8,7 +8,7 @@ RoundPiece at_level(int level) { return level == 2 ? msr_avx512 : level == 1 ? m
 }  // namespace
 
 // Version of this interface; cpu.py refuses another.
-MSR_EXPORT int msr_abi() { return 3; }
+MSR_EXPORT int msr_abi() { return 4; }
 
 // The best level that both the compiler and this machine have: 0 plain, 1 AVX2, 2 AVX-512.
 MSR_EXPORT int msr_best_level() {

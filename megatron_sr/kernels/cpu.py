@@ -11,7 +11,7 @@ import torch
 from megatron_sr.formats import Format
 from megatron_sr.kernels.table import PieceTable
 
-ABI = 3  # equals MSR_ABI of cpu.cpp
+ABI = 4  # equals MSR_ABI of cpu.cpp
 LEVELS = ("plain", "avx2", "avx512")
 LIBRARY = Path(__file__).with_name("_cpu.so")
 

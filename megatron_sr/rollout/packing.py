@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_sr.kernels.bits_cpu import list_strided
+
 # Magnitudes up to which values read through an operator may come back as zero: BF16's largest subnormal; in FP16 zero alone.
 _FLUSHED = {torch.bfloat16: 127 * 2.0**-133, torch.float16: 0.0}
 _WIDER = {1: torch.int16, 2: torch.int32, 4: torch.int64}
@@ -53,7 +55,7 @@ class Permutation:
         # Elements that stay neighbours move together, as wider integers.
         self._width = next(w for w in (4, 2, 1) if _moves_together(self._where, w))
         self._where = self._where[:: self._width] // self._width
-        self._strided = _as_strides(self._where)
+        self._strided, self._first = _as_strides(self._where), int(self._where[0])
 
     @staticmethod
     def _send(pack, half: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +71,7 @@ class Permutation:
             bits = bits.clone()
         bits = bits.view(_WIDER[self._width])
         if self._strided:
-            moved = bits.as_strided(*self._strided, bits.storage_offset() + int(self._where[0])).contiguous()
+            moved = list_strided(bits, self._first, *self._strided)
         else:
             moved = bits.index_select(0, self._where)
         return moved.reshape(-1).view(packed.dtype).view(self._shape)

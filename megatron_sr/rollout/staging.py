@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_sr.kernels.bits_cpu import all_finite
 from megatron_sr.rollout.engine import UpdateRefused
 from megatron_sr.rollout.manifest import Manifest, TensorRecord
 from megatron_sr.rollout.mxfp8_layout import has_nan
@@ -28,8 +29,7 @@ def check_tensor(name: str, tensor: torch.Tensor, wanted: Wanted) -> str | None:
     if tensor.dtype != dtype:
         return f"is {tensor.dtype}, the model {dtype}"
     if dtype.is_floating_point and dtype.itemsize > 1:
-        finite = all(bound.isfinite() for bound in torch.aminmax(tensor)) if tensor.numel() else True
-        return None if finite else "has NaN or infinite elements"
+        return None if all_finite(tensor) else "has NaN or infinite elements"
     return "has NaN elements" if has_nan(tensor) else None
 
 

@@ -127,6 +127,7 @@ class VLLMEngine:
         self._updating = threading.Lock()
         self._held: Manifest | None = None  # what was last sent; None: the checkpoint
         self._refusal: str | None = None
+        self._loading: int | None = None  # the version whose weights are going in now
         self._rpc("sr_prepare")
 
     def generate(
@@ -195,7 +196,7 @@ class VLLMEngine:
         paused_before = self._requests.paused
         self._requests.pause(in_flight)
         try:
-            start = time.perf_counter()
+            start, self._loading = time.perf_counter(), version
             self._refusal = f"the update to version {version} did not finish; update the weights again"
             self._to_workers("sr_reload", tensors, incoming.records)
             incoming.check(version)
@@ -222,6 +223,7 @@ class VLLMEngine:
                 indistinct=sum(indistinct),
             )
         finally:
+            self._loading = None
             if self._refusal:
                 self._requests.fail(WeightsUnverified(self._refusal))
             if not paused_before:
@@ -240,6 +242,8 @@ class VLLMEngine:
         version, running = self._requests.version, self._requests.running
         if self._llm is None or getattr(self._executor, "is_failed", False):
             return Health(DEAD, version, 0, self._refusal or "a vLLM worker process died")
+        if self._loading is not None:
+            return Health(PAUSED, version, running, f"the update to version {self._loading} is being loaded")
         if self._refusal:
             return Health(REFUSING, version, running, self._refusal)
         return Health(PAUSED if self._requests.paused else SERVING, version, running)

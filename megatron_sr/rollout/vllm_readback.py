@@ -174,6 +174,6 @@ def _without_padding(part: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor
     """The part proper; all of it, which then has a wrong shape, when the padding is not zero."""
     rows, columns = shape
     for padding in (part[rows:], part[:rows, columns:]):
-        if torch.count_nonzero(padding.contiguous().view(torch.int16)):
+        if padding.numel() and torch.count_nonzero(padding.contiguous().view(torch.int16)):
             return part
     return part[:rows, :columns]
