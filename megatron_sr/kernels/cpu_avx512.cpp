@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int kUnroll = 4;  // independent Philox vectors, to hide the latency of the multiplications
+constexpr int64_t kAhead = 1024;  // elements to ask the memory for in advance
 
 enum Store { kMasked, kWhole, kStreaming };
 
@@ -44,6 +45,9 @@ MSR_INLINE int64_t round_tiles(const Keys& keys, uint32_t b, uint16_t* dst, cons
     if (stochastic) d = draw<kUnroll>(keys, b);
 #pragma GCC unroll 8
     for (int j = 0; j < kUnroll; j++) {
+      const int64_t at = i + kTile * j + kAhead;  // past the end does no harm
+      for (int q = 0; q < 4; q++) __builtin_prefetch(src + at + 16 * q);
+      for (int q = 0; store == kWhole && q < 2; q++) __builtin_prefetch(dst + at + 32 * q, 1);
       round_tile<stochastic, store>(d.w01[j], d.w23[j], src + i + kTile * j, dst + i + kTile * j, 0);
     }
   }
