@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sr.study import verdict
+from megatron_sr.study import verdict as headline
 from megatron_sr.study.findings import SIGNIFICANT
 from megatron_sr.study.report import Table
 from megatron_sr.study.result_figures import mantissa_bits, value
@@ -22,7 +22,7 @@ Verdict = Literal["holds", "partly", "does not show", "not run"]
 
 @dataclass(frozen=True)
 class Claim:
-    """paper: what it says; here: what the runs show; rule: when the verdict is "holds"; meaning: why it matters."""
+    """paper: what it says; here: what the runs show; rule: when the verdict is "holds"; meaning: what follows from this verdict."""
 
     paper: str
     here: str
@@ -62,6 +62,16 @@ def _judged(good: list[bool]) -> Verdict:
     return "not run" if not good else "holds" if all(good) else "partly" if any(good) else "does not show"
 
 
+def _claim(paper: str, here: str, good: list[bool], rule: str, holds: str, otherwise: str) -> Claim:
+    """good: whether each comparison that was run is as the paper says."""
+    verdict = _judged(good)
+    return Claim(paper, here, verdict, rule, {"holds": holds, "not run": ""}.get(verdict, otherwise))
+
+
+def _significant(comparison: Comparison) -> bool:
+    return comparison["p"] is not None and comparison["p"] < SIGNIFICANT
+
+
 def _listed(values) -> str:
     return ", ".join(f"{value:.2f}" for value in values)
 
@@ -72,12 +82,13 @@ NOT_RUN = "not run"
 def _bf16_sticks(results: Results) -> Claim:
     rows = _rows(results, "bf16")
     here = "; ".join(f"{row['label']}: {_listed(row['unchanged'])} %" for row in rows)
-    return Claim(
+    return _claim(
         f"Table 1, BF16: after optimizer steps 1 to 4, {_listed(PAPER_TABLE_1['BF16'])} % of the weights are where they were",
         here or NOT_RUN,
-        _judged([abs(a - b) <= 1.0 for row in rows for a, b in zip(row["unchanged"], PAPER_TABLE_1["BF16"])]),
+        [abs(a - b) <= 1.0 for row in rows for a, b in zip(row["unchanged"], PAPER_TABLE_1["BF16"])],
         "every number is within 1 point of the paper's",
         "At learning rates near 1e-6 almost no BF16 weight moves: an update is far below half a spacing.",
+        "These weights stick more or less than the paper's: their magnitudes decide.",
     )
 
 
@@ -90,12 +101,13 @@ def _fp16_sticks_less(results: Results) -> Claim:
     ]
     paper = (100 - PAPER_TABLE_1["FP16"][0]) / (100 - PAPER_TABLE_1["BF16"][0])
     here = "; ".join(f"{label}: {_listed(unchanged)} %, {factor:.1f} x" for label, factor, unchanged in times)
-    return Claim(
+    return _claim(
         f"Table 1, FP16: {_listed(PAPER_TABLE_1['FP16'])} %; at step 1 it moves {paper:.1f} x as many weights as BF16",
         here or NOT_RUN,
-        _judged([6.0 <= factor <= 10.0 for _, factor, _ in times]),
+        [6.0 <= factor <= 10.0 for _, factor, _ in times],
         "FP16 moves 6 to 10 x as many at step 1",
         "FP16 has three mantissa bits more, so weights up to 8 x as large still move.",
+        "The factor of 8 expected from three mantissa bits more is not what these weights give.",
     )
 
 
@@ -112,24 +124,26 @@ def _versus(panel: Panel, found: list[Comparison]) -> str:
 def _nearest_lags(results: Results) -> Claim:
     panel = _panel(results, "convergence")
     found = _ratios(panel, "bf16-nearest", ("fp16", "fp16-settled"))
-    return Claim(
+    return _claim(
         "BF16 rounded to nearest converges slower than FP16",
         _versus(panel, found) if found else NOT_RUN,
-        _judged([c["ratio"] >= verdict.LAGS for c in found if c["bound"] != "upper"]),
-        f"it needs at least {verdict.LAGS:g} x the iterations",
+        [c["ratio"] >= headline.LAGS and c["bound"] != "upper" for c in found],
+        f"it needs at least {headline.LAGS:g} x the iterations",
         "The gap that stochastic rounding is meant to close is there.",
+        "The gap that stochastic rounding is meant to close is smaller here than the headline asks for.",
     )
 
 
 def _stochastic_keeps_up(results: Results) -> Claim:
     panel = _panel(results, "convergence")
     found = _ratios(panel, "bf16-stochastic", ("fp16", "fp16-settled"))
-    return Claim(
+    return _claim(
         "BF16 rounded stochastically converges as fast as FP16",
         _versus(panel, found) if found else NOT_RUN,
-        _judged([c["ratio"] <= verdict.KEEPS_UP for c in found if c["bound"] != "lower"]),
-        f"it needs at most {verdict.KEEPS_UP:g} x the iterations",
+        [c["ratio"] <= headline.KEEPS_UP and c["bound"] != "lower" for c in found],
+        f"it needs at most {headline.KEEPS_UP:g} x the iterations",
         "BF16 keeps its range, needs no loss scale, and loses nothing to FP16.",
+        "Here stochastic rounding does not close the whole gap.",
     )
 
 
@@ -138,13 +152,16 @@ def _through_megatron(results: Results) -> Claim:
     found = _ratios(panel, "bf16-nearest", ("bf16-stochastic",))
     if panel is not None and not found:  # the reverse comparison says the same
         found = _ratios(panel, "bf16-stochastic", ("bf16-nearest",))
-    good = [c["ratio"] >= verdict.LAGS if c["arm"] == "bf16-nearest" else c["ratio"] <= 1 / verdict.LAGS for c in found]
-    return Claim(
+    good = [
+        c["ratio"] >= headline.LAGS if c["arm"] == "bf16-nearest" else c["ratio"] <= 1 / headline.LAGS for c in found
+    ]
+    return _claim(
         "(our question) The gap is there in Megatron-Core and vLLM too, not only in the miniature",
         f"nearest: {_versus(panel, found)}" if found else NOT_RUN,
-        _judged(good),
-        f"nearest needs at least {verdict.LAGS:g} x the iterations of stochastic",
+        good,
+        f"nearest needs at least {headline.LAGS:g} x the iterations of stochastic",
         "The miniature's effect survives Megatron-Core's optimizer, BF16 compute and vLLM's kernels.",
+        "The miniature's effect does not survive the real trainer and engine at this size.",
     )
 
 
@@ -159,36 +176,39 @@ def _mantissa(results: Results) -> Claim:
         good += [sign * (b["mean"] - a["mean"]) > 0 for (_, a), (_, b) in itertools.pairwise(values)]
         unit = "iterations" if metric == "iterations_to_target" else "mean gain"
         here.append(f"{unit} with {', '.join(f'{bits} bits {statistic(stat, metric)}' for bits, stat in values)}")
-    return Claim(
+    return _claim(
         "More mantissa bits, faster convergence",
         "; ".join(here) or NOT_RUN,
-        _judged(good),
+        good,
         "every bit more is faster, in the mean",
         "What slows BF16 down is its precision and nothing else about the format.",
+        "At some number of bits another one made no difference that these runs can show.",
     )
 
 
 def _learning_rate(results: Results) -> Claim:
     panels = results["experiments"].get("learning-rate", {"panels": []})["panels"]
     found = [(panel, c) for panel in panels for c in _ratios(panel, "bf16-nearest", ("fp16-settled",))]
-    return Claim(
+    return _claim(
         "FP16 is ahead of BF16 at every learning rate",
         "; ".join(f"{panel['label'].lower()}: {ratio(c)} ({evidence(c)})" for panel, c in found) or NOT_RUN,
-        _judged([c["ratio"] > 1 and (c["bound"] == "lower" or (c["p"] or 1.0) < SIGNIFICANT) for _, c in found]),
+        [c["ratio"] > 1 and (c["bound"] == "lower" or _significant(c)) for _, c in found],
         f"nearest needs more iterations at each that was run, p < {SIGNIFICANT}",
         "A higher learning rate shortens the lag but does not remove it.",
+        "At some learning rate the difference is too small for these runs.",
     )
 
 
 def _fresh(results: Results) -> Claim:
     panel = _panel(results, "variants", "variants")
     found = _ratios(panel, "fresh", ("bf16-stochastic",))
-    return Claim(
+    return _claim(
         "New noise for every forward pass does as well as one draw a step",
         _versus(panel, found) if found else NOT_RUN,
-        _judged([abs(c["ratio"] - 1) <= 0.05 for c in found]),
+        [abs(c["ratio"] - 1) <= 0.05 for c in found],
         "the iterations differ by at most 5 %",
         "One draw a step is enough, and only with it can trainer and rollouts hold the same bits.",
+        "When the noise is drawn matters here.",
     )
 
 
@@ -202,13 +222,14 @@ def _rollout_only(results: Results) -> Claim:
         c = find(panel, "rollout-only", against, metric) if panel is not None else None
         if c is not None:
             here.append(f"{name}: {c['difference']:+.4f} ({evidence(c)})")
-            good.append(c["difference"] < 0 and (c["p"] or 1.0) < SIGNIFICANT)
-    return Claim(
+            good.append(c["difference"] < 0 and _significant(c))
+    return _claim(
         "Stochastic rounding of the rollouts alone is not enough",
         "; ".join(here) or NOT_RUN,
-        _judged(good),
+        good,
         f"it ends below rounding both, p < {SIGNIFICANT}",
-        "Whether the trainer's forward pass must use the rounded weights too; at this size that shows, if at all, at very low precision.",
+        "The trainer's forward pass must use the rounded weights too.",
+        "At this size it makes no difference that these runs can show whether the trainer's forward pass uses the rounded weights too.",
     )
 
 
@@ -226,13 +247,14 @@ def _drift(results: Results) -> Claim:
         if raised:
             most = raised[-1]
             here.append(f"{panel['label']}: {ratio(most)} ({evidence(most)})")
-            good.append(most["difference"] > 0 and (most["p"] or 1.0) < SIGNIFICANT)
-    return Claim(
+            good.append(most["difference"] > 0 and _significant(most))
+    return _claim(
         "Raising the learning rate instead costs drift from the base",
         "; ".join(here) or NOT_RUN,
-        _judged(good),
+        good,
         f"nearest at the highest rate drifts further than stochastic at 1e-6, at equal reward, on every task, p < {SIGNIFICANT}",
-        "Whether a higher learning rate is a substitute for stochastic rounding. Where drift is a function of reward alone, it would be.",
+        "A higher learning rate is no substitute for stochastic rounding.",
+        "On these tasks drift is nearly a function of reward, so that this cost of a higher learning rate does not show.",
     )
 
 
@@ -245,13 +267,14 @@ def _staleness(results: Results) -> Claim:
             low, high = min(c["difference"] for c in found), max(c["difference"] for c in found)
             ages = f"{len(found)} age{'s' * (len(found) != 1)} of the rollouts' weights"
             here.append(f"{panel['label']}: nearest ends {low:+.4f} to {high:+.4f} against stochastic, over {ages}")
-            good += [c["difference"] < 0 and (c["p"] or 1.0) < SIGNIFICANT for c in found]
-    return Claim(
+            good += [c["difference"] < 0 and _significant(c) for c in found]
+    return _claim(
         "Stochastic rounding helps in an asynchronous loop and in MXFP8 too (preliminary there)",
         "; ".join(here) or NOT_RUN,
-        _judged(good),
+        good,
         f"nearest ends below stochastic at every age and format that was run, p < {SIGNIFICANT}",
         "The advantage does not depend on rollouts that are in step with the trainer.",
+        "At some age or format these runs cannot tell the two apart.",
     )
 
 
@@ -266,11 +289,12 @@ def _readout_lag(results: Results) -> Claim:
             f"({evidence(lag)})"
         )
         good = [lag["difference"] < 0.5 * gap["difference"]]
-    return Claim(
+    return _claim(
         "(our question) Sticking harms learning itself, not only the weights that are read out",
         here,
-        _judged(good),
+        good,
         "the FP32 main params of the nearest runs lag by at least half as much as their rounded weights",
-        "Here nearest rounding loses in the copy that generates and is deployed; the FP32 main params behind it learn almost as well. "
-        "Once their updates add up to half a spacing, the copy catches up.",
+        "Nearest rounding harms the FP32 main params too.",
+        "Readout lag: nearest rounding loses in the copy that generates and is deployed, while the FP32 main params behind it learn almost "
+        "as well. Once their updates add up to half a spacing, the copy catches up.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,10 +40,15 @@ def job_records(out: Path, results: Results) -> dict[str, list[list[dict]]]:
     for panel in results["experiments"].get("headline", {"panels": []})["panels"]:
         for arm in panel["arms"]:
             for run in arm["runs"]:
-                same = [f for f in files if [r["exact_reward"] for r in f] == run["exact_reward"]]
+                same = [f for f in files if _same([r["exact_reward"] for r in f], run["exact_reward"])]
                 if same:
                     found.setdefault(arm["label"], []).append(same[0])
     return found
+
+
+def _same(rewards: list[float], others: list[float]) -> bool:
+    """Equal up to the digits that results.json keeps."""
+    return len(rewards) == len(others) and all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(rewards, others))
 
 
 def build(results: Results, jobs: figures.Arms) -> Report:
