@@ -67,18 +67,23 @@ class Report:
 
 
 def write_report(directory: Path, report: Report) -> Path:
-    """Write `report.html`, and every picture as `name.png`, into `directory`. Nothing in the file points outside it."""
+    """Write `report.html`, and every picture as `name.png`, into `directory`. Nothing in the file points outside it.
+
+    Raises ValueError when two pictures share a name.
+    """
     import jinja2
 
+    pictures = [picture for section in report.sections for picture in section.pictures]
+    names = [picture.name for picture in pictures]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two pictures are called {', '.join(twice)}")
     directory.mkdir(parents=True, exist_ok=True)
-    images: dict[str, dict[str, str]] = {}
-    for section in report.sections:
-        for picture in section.pictures:
-            if picture.name in images:
-                raise ValueError(f"two pictures are called {picture.name}")
-            files = render(picture.draw)
-            (directory / f"{picture.name}.png").write_bytes(files.png)
-            images[picture.name] = _inlined(files)
+    images = {}
+    for picture in pictures:
+        files = render(picture.draw)
+        (directory / f"{picture.name}.png").write_bytes(files.png)
+        images[picture.name] = _inlined(files)
     template = resources.files("megatron_sr.study").joinpath("report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True,

@@ -8,6 +8,7 @@ import torch
 
 from megatron_sr import cli
 from megatron_sr.study import demo, figures
+from megatron_sr.study.drawing import WIDE
 from megatron_sr.study.report import write_report
 from megatron_sr.study.sticking import unchanged_fraction
 from megatron_sr.study.summary import ArmSummary, iterations_to_target, summarise, verdict
@@ -65,7 +66,7 @@ def records_of(mode, gain):
         records.append(
             {
                 "rounding": mode, "iteration": i, "exact_reward": 0.28 + gain * i, "sampled_reward": 0.3, "unchanged": 0.99,
-                "drift_k3": 1e-5 * i, "logprob_gap_mean": 0.003, "parity": parity,
+                "drift_k3": 1e-5 * i, "logprob_gap_mean": 0.003, "sync_seconds": 0.03, "sync_bytes": 820000, "parity": parity,
                 **({"unchanged_after_steps": [[s, 1 - s / 100] for s in range(1, 5)]} if i == 1 else {}),
                 **({"exact_reward_main_params": 0.29} if i == 3 else {}),
             }
@@ -73,33 +74,60 @@ def records_of(mode, gain):
     return records
 
 
-def test_report_is_self_contained_and_complete(tmp_path):
-    arms = {"nearest": records_of("nearest", 0.001), "stochastic": records_of("stochastic", 0.004)}
+def demo_report(nearest=0.001, failure=None):
+    arms = {"nearest": records_of("nearest", nearest), "stochastic": records_of("stochastic", 0.004)}
     summaries = {mode: summarise(records, 0.283) for mode, records in arms.items()}
-    assert summaries["stochastic"].sticking == pytest.approx([99.0, 98.0, 97.0, 96.0])
     table = demo.comparison_table(summaries, 0.283)
-    pictures = {
-        "reward": (figures.reward_curves(arms, 0.283), "caption <one>"),
-        "gap": (figures.logprob_gap(arms), "two"),
-    }
-    context = dict(title="T", subtitle="S", failure=None, success="fine", table=table, notes=["a & b"])
-    html = write_report(tmp_path, pictures, context).read_text()
-    assert html.count("data:image/png;base64,") == 2
-    assert "http" not in html.replace('lang="en"', "")
-    assert "caption &lt;one&gt;" in html  # captions are escaped
-    for cell in ("iterations to 0.2830", "99.42", "a &amp; b"):
+    parity = {"syncs": 8, "tensors": 1200, "mismatched_tensors": 0}
+    return summaries, demo.make_report(arms, summaries, 0.283, table, parity, failure, "a <subtitle>")
+
+
+def test_report_is_self_contained_and_complete(tmp_path):
+    summaries, report = demo_report()
+    assert summaries["stochastic"].sticking == pytest.approx([99.0, 98.0, 97.0, 96.0])
+    [numbers, pictures] = report.sections
+    two = dataclasses.replace(pictures, pictures=pictures.pictures[:2])
+    html = write_report(tmp_path, dataclasses.replace(report, sections=[numbers, two])).read_text()
+    assert html.count("data:image/svg+xml;base64,") == 4  # a wide and a narrow form of each
+    assert "http" not in html
+    assert "a &lt;subtitle&gt;" in html  # text is escaped
+    for cell in ("iterations to 0.2830", "99.42", "Readout lag", "Passed: stochastic", "4.00 x", "0 of 1,200"):
         assert cell in html
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     json.dumps({m: dataclasses.asdict(s) for m, s in summaries.items()})
 
 
-@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
-def test_every_figure_draws(mode):
-    arms = {mode: records_of(mode, 0.001)}
-    for draw in (figures.sampled_reward, figures.unchanged_curve, figures.drift_curve, figures.logprob_gap):
-        assert draw(arms).axes[0].lines
-    bars = figures.sticking_bars({mode: [99.0, 98.0, 97.0, 96.0]})
+def test_report_of_a_failure_says_so_and_claims_nothing():
+    _, report = demo_report(nearest=0.0005, failure="it did not")  # nearest never reaches the target
+    assert report.failure == "Failed: it did not."
+    assert not [words for _, words in report.keys if "nearest over stochastic" in words]
+
+
+def test_pictures_of_one_name_are_refused(tmp_path):
+    _, report = demo_report()
+    twice = dataclasses.replace(report, sections=[report.sections[1], report.sections[1]])
+    with pytest.raises(ValueError, match="two pictures are called reward"):
+        write_report(tmp_path, twice)
+
+
+def test_every_figure_draws():
+    _, report = demo_report()
+    for picture in report.sections[1].pictures:
+        axes = picture.draw(WIDE).axes[0]
+        assert axes.lines or axes.patches
+        assert "at the end" in picture.alt or picture.name in ("reward", "sticking", "syncs")
+    bars = figures.sticking_bars({"nearest": [99.0, 98.0, 97.0, 96.0]}, WIDE)
     assert len(bars.axes[0].patches) == 12  # this run, paper BF16 and paper FP16, four steps each
+
+
+def test_curves_are_of_the_iterations_that_all_runs_have():
+    runs = [
+        [{"iteration": i, "x": value} for i, value in enumerate(values)]
+        for values in ([1.0, 2.0, None], [3.0, 4.0, 5.0])
+    ]
+    x, mean, sem = figures.curve(runs, "x")
+    assert (x, mean) == ([0, 1], [2.0, 3.0])
+    assert sem == pytest.approx([1.0, 1.0])  # two values 2 apart: deviation sqrt(2), over sqrt(2)
 
 
 @pytest.mark.parametrize(
