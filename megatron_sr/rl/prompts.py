@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 BOXED = "Put the final answer in \\boxed{}."
@@ -33,7 +34,7 @@ class Prompt:
     def __post_init__(self):
         self.text  # noqa: B018  checks it
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The template itself."""
         if self.template in TEMPLATES:
