@@ -59,7 +59,17 @@ def reward_curves(arms: Arms, target: float, size: Size):
     _lines(ax, arms, "exact_reward")
     for name, look in looks(list(arms)).items():
         x, mean, _ = curve(arms[name], "exact_reward_main_params")
-        ax.plot(x, mean, look.marker, ms=7, mew=1.4, color=look.colour, mfc="none", label=f"{name}: FP32 main params")
+        size_of_mark = 9.5 if name == "nearest" else 5.5  # visible where marks coincide
+        ax.plot(
+            x,
+            mean,
+            look.marker,
+            ms=size_of_mark,
+            mew=1.4,
+            color=look.colour,
+            mfc="none",
+            label=f"{name}: FP32 main params",
+        )
     ax.axhline(target, color=MUTED[0], ls=":", lw=1.2)
     place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
     ax.annotate(f"target {target:.4f}", (0.015, target), color=MUTED[0], fontsize=8.5, **place)

@@ -19,7 +19,7 @@ def syncs(jobs: figures.Arms) -> Picture:
         "syncs",
         partial(figures.syncs, jobs),
         "Export, transport, loading and the read-back of every tensor; bytes are those that a rank hands to its engine. "
-        "The rounding does not change what a full sync sends. The machine is shared, so times are rough.",
+        "Rounding does not change what a full sync sends.",
         f"Line charts of time and bytes of every weight sync. Median time and mean size: {'; '.join(words)}.",
     )
 
