@@ -204,7 +204,7 @@ def measure(sizes: dict, rounds: int) -> dict:
                 folder,
                 stage=stage,
                 wait=False,
-                bucket=min(64 << 20, layer),
+                bucket=min(64 << 20, layer // 4),
                 environment={"OMP_NUM_THREADS": "1"},
                 **ENGINE,
             )
