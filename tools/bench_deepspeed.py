@@ -80,7 +80,9 @@ class Arm:
 
 
 def bench(elements: int, rounds: int, kinds=tuple(KINDS)) -> dict[str, dict]:
-    """Kind -> ns per parameter of both modes, stochastic over nearest in wall and in processor time, parameters. Starts a process group of one rank if there is none."""
+    """Kind -> ns per parameter of both modes, stochastic over nearest in wall and in processor time, parameters.
+
+    Starts a process group of one rank if there is none."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
