@@ -124,8 +124,17 @@ def logprob_gap(arms: Arms, size: Size):
 
 
 def response_length(arms: Arms, size: Size):
-    """Mean tokens of a completion."""
-    return _one("Response length", "tokens a completion", arms, "completion_tokens", size, zero=True)
+    """Tokens of a completion: the mean, and between the 10th and the 90th percentile, averaged over the runs, where records have them."""
+    figure, ax = axes(size, "Response length", "iteration", "tokens a completion")
+    for name, look in looks(list(arms)).items():
+        x, mean, _ = curve(arms[name], "completion_tokens")
+        ax.plot(x, mean, look.dashes, color=look.colour, label=name)
+        at, low, _ = curve(arms[name], lambda record: record.get("response_length", {}).get("p10"))
+        _, high, _ = curve(arms[name], lambda record: record.get("response_length", {}).get("p90"))
+        ax.fill_between(at, low, high, color=look.colour, alpha=0.14, lw=0)
+    ax.set_ylim(bottom=0)
+    legend(figure, size, ax)
+    return figure
 
 
 def syncs(arms: Arms, size: Size):

@@ -32,7 +32,7 @@ def response_length(jobs: figures.Arms) -> Picture:
     fixed = (
         f"This task's answers all have {flat.pop():g} tokens, so there is nothing to see here; other tasks show it."
         if len(flat) == 1
-        else "Mean over the completions of an iteration."
+        else "Line: mean over the completions of an iteration. Band: from the 10th to the 90th percentile."
     )
     return Picture(
         "response-length", partial(figures.response_length, jobs), fixed, f"Line chart of tokens a completion: {words}."

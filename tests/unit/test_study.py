@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_sr import cli
-from megatron_sr.study import demo, figures
+from megatron_sr.study import demo, figures, job_pictures
 from megatron_sr.study.drawing import WIDE
 from megatron_sr.study.report import write_report
 from megatron_sr.study.sticking import unchanged_fraction
@@ -119,6 +119,19 @@ def test_every_figure_draws():
         assert "at the end" in picture.alt or picture.name in ("reward", "sticking", "syncs")
     bars = figures.sticking_bars({"nearest": [99.0, 98.0, 97.0, 96.0]}, WIDE)
     assert len(bars.axes[0].patches) == 12  # this run, paper BF16 and paper FP16, four steps each
+
+
+def test_response_length_has_a_band_where_records_have_percentiles():
+    records = [
+        {"iteration": i, "completion_tokens": 40.0 + i, "response_length": {"p10": 20 - i, "p90": 90}}
+        for i in (1, 2, 3)
+    ]
+    [band] = figures.response_length({"stochastic": [records]}, WIDE).axes[0].collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(1, 19), (3, 17), (1, 90), (3, 90)}
+    picture = job_pictures.response_length({"stochastic": [records]})
+    assert "from 41.0 to 43.0" in picture.alt
+    fixed = job_pictures.response_length({"stochastic": [[{"iteration": 1, "completion_tokens": 4.0}]]})
+    assert "all have 4 tokens" in fixed.caption
 
 
 def test_curves_are_of_the_iterations_that_all_runs_have():
