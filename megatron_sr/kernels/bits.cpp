@@ -5,7 +5,37 @@
 
 #define MSR_EXPORT extern "C" __attribute__((visibility("default")))
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace {
+
+// Lists a matrix that lies transposed: dst[r * columns + c] = src[r + c * step].
+template <typename Unit>
+void list_transposed(Unit* dst, const Unit* src, int64_t rows, int64_t columns, int64_t step) {
+  int64_t r = 0;
+#ifdef __SSE2__
+  if constexpr (sizeof(Unit) == 4) {  // in squares of 4 x 4
+    for (; r + 4 <= rows && columns % 4 == 0; r += 4) {
+      for (int64_t c = 0; c < columns; c += 4) {
+        __m128i in[4], out[4];
+        for (int k = 0; k < 4; k++) in[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + r + (c + k) * step));
+        const __m128i low01 = _mm_unpacklo_epi32(in[0], in[1]), low23 = _mm_unpacklo_epi32(in[2], in[3]);
+        const __m128i high01 = _mm_unpackhi_epi32(in[0], in[1]), high23 = _mm_unpackhi_epi32(in[2], in[3]);
+        out[0] = _mm_unpacklo_epi64(low01, low23);
+        out[1] = _mm_unpackhi_epi64(low01, low23);
+        out[2] = _mm_unpacklo_epi64(high01, high23);
+        out[3] = _mm_unpackhi_epi64(high01, high23);
+        for (int k = 0; k < 4; k++) _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + (r + k) * columns + c), out[k]);
+      }
+    }
+  }
+#endif
+  for (; r < rows; r++) {
+    for (int64_t c = 0; c < columns; c++) dst[r * columns + c] = src[r + c * step];
+  }
+}
 
 // Lists a strided tensor in its own order. Inner dimensions last.
 template <typename Unit>
@@ -15,6 +45,10 @@ Unit* list(Unit* dst, const Unit* src, int dims, const int64_t* sizes, const int
     return dst + 1;
   }
   const int64_t n = sizes[0], step = strides[0];
+  if (dims == 2 && step == 1 && strides[1] >= n) {
+    list_transposed(dst, src, n, sizes[1], strides[1]);
+    return dst + n * sizes[1];
+  }
   if (dims > 1) {
     for (int64_t i = 0; i < n; i++) dst = list(dst, src + i * step, dims - 1, sizes + 1, strides + 1);
     return dst;
