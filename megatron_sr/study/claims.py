@@ -15,7 +15,7 @@ from megatron_sr.study.report import Table
 from megatron_sr.study.result_figures import mantissa_bits, value
 from megatron_sr.study.results import Comparison, Panel, Results, StickingRow
 from megatron_sr.study.sticking import PAPER_TABLE_1
-from megatron_sr.study.tables import evidence, find, ratio, statistic
+from megatron_sr.study.tables import evidence, find, ratio, signed, statistic
 
 Verdict = Literal["holds", "partly", "does not show", "not run"]
 
@@ -221,7 +221,7 @@ def _rollout_only(results: Results) -> Claim:
     ):
         c = find(panel, "rollout-only", against, metric) if panel is not None else None
         if c is not None:
-            here.append(f"{name}: {c['difference']:+.4f} ({evidence(c)})")
+            here.append(f"{name}: {signed(c['difference'])} ({evidence(c)})")
             good.append(c["difference"] < 0 and _significant(c))
     return _claim(
         "Stochastic rounding of the rollouts alone is not enough",
@@ -266,7 +266,9 @@ def _staleness(results: Results) -> Claim:
         if found:
             low, high = min(c["difference"] for c in found), max(c["difference"] for c in found)
             ages = f"{len(found)} age{'s' * (len(found) != 1)} of the rollouts' weights"
-            here.append(f"{panel['label']}: nearest ends {low:+.4f} to {high:+.4f} against stochastic, over {ages}")
+            here.append(
+                f"{panel['label']}: nearest ends {signed(low)} to {signed(high)} against stochastic, over {ages}"
+            )
             good += [c["difference"] < 0 and _significant(c) for c in found]
     return _claim(
         "Stochastic rounding helps in an asynchronous loop and in MXFP8 too (preliminary there)",
@@ -285,8 +287,8 @@ def _readout_lag(results: Results) -> Claim:
     here, good = NOT_RUN, []
     if lag is not None and gap is not None:
         here = (
-            f"nearest against stochastic at the end: rounded weights {gap['difference']:+.4f}, FP32 main params {lag['difference']:+.4f} "
-            f"({evidence(lag)})"
+            f"nearest against stochastic at the end: rounded weights {signed(gap['difference'])}, "
+            f"FP32 main params {signed(lag['difference'])} ({evidence(lag)})"
         )
         good = [lag["difference"] < 0.5 * gap["difference"]]
     return _claim(

@@ -36,7 +36,8 @@ def _section(section: Section, pictures: Collection[str], folder: str) -> list[s
 
 
 def _table(table: Table) -> list[str]:
-    align = "|---" * len(table.header) if table.stacked else "|---" + "|---:" * (len(table.header) - 1)
+    words = len(table.header) if table.stacked else table.text_columns
+    align = "|---" * words + "|---:" * (len(table.header) - words)
     rows = [_row(table.header), align + "|", *map(_row, table.rows)]
     return [*([table.caption] if table.caption else []), "\n".join(rows)]
 

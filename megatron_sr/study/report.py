@@ -28,12 +28,15 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text. stacked: on a telephone every row becomes a block of its own (for sentences, not for numbers)."""
+    """Cells are text. text_columns: how many of the first columns hold words, the others hold numbers; stacked: all hold sentences,
+    and on a telephone every row becomes a block of its own.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     stacked: bool = False
+    text_columns: int = 1
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,8 @@ def _section(name: str, experiment: Experiment, pictures: list) -> Section:
         experiment["question"],
         experiment["notes"],
         pictures,
-        [tables.arms(panel) for panel in experiment["panels"]],
-        [tables.comparisons(panel) for panel in experiment["panels"] if panel["comparisons"]],
+        tables.arms(experiment["panels"]),
+        tables.comparisons(experiment["panels"]),
         experiment["left_out"],
     )
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_sr.study.report import Table
-from megatron_sr.study.result_figures import METRIC_NAMES, value
+from megatron_sr.study.result_figures import METRIC_NAMES, REWARDS, value
 from megatron_sr.study.results import Arm, Comparison, Panel, Statistic, StickingRow, Table1
 
 DIGITS = {"iterations_to_target": 1, "final_reward": 4, "auc": 4, "main_params_reward": 4, "skipped_steps": 1}
+MANY = 2  # panels of an experiment with a table each; more share one
 COLUMNS = ("iterations_to_target", "final_reward", "main_params_reward", "auc", "drift_at_target", "skipped_steps")
 
 
 def number(value: float, metric: str) -> str:
     """With the digits that suit the metric."""
-    return f"{value:.2e}" if metric == "drift_at_target" else f"{value:.{DIGITS[metric]}f}"
+    if metric == "drift_at_target":
+        return f"{value:.2e}"
+    text = f"{value:.{DIGITS[metric]}f}"
+    return text.removeprefix("-") if float(text) == 0 else text
+
+
+def signed(difference: float) -> str:
+    """Of rewards: "+0.0021"; "-3.1e-05" where four digits would show none."""
+    return f"{difference:+.4f}" if abs(difference) >= 5e-5 or difference == 0 else f"{difference:+.1e}"
 
 
 def statistic(stat: Statistic | None, metric: str) -> str:
@@ -47,8 +58,8 @@ def find(panel: Panel, arm: str, against: str, metric: str) -> Comparison | None
 
 
 def ratio(comparison: Comparison) -> str:
-    """ "1.42 x", "at least 1.42 x"."""
-    if comparison["ratio"] is None:
+    """ "1.42 x", "at least 1.42 x"; nothing for rewards, of which gains are shown: their ratio is not that of the rewards."""
+    if comparison["ratio"] is None or comparison["metric"] in REWARDS:
         return ""
     return {"lower": "at least ", "upper": "at most ", "none": ""}[comparison["bound"]] + f"{comparison['ratio']:.2f} x"
 
@@ -68,6 +79,7 @@ def sticking(table: Table1) -> Table:
         ("where", "weights", "step 1", "step 2", "step 3", "step 4", "runs"),
         rows,
         "Weights unchanged since the start after optimizer steps 1 to 4 [%], mean ± standard error.",
+        text_columns=2,
     )
 
 
@@ -91,19 +103,30 @@ def _percent(row: StickingRow, step: int) -> str:
     return f"{row['unchanged'][step]:.2f}{sem}"
 
 
-def arms(panel: Panel) -> Table:
-    """A row for every arm; columns that no arm has are left out."""
-    shown = [metric for metric in COLUMNS if any(_worth(arm, metric) for arm in panel["arms"])]
-    if len({arm["settings"].get("lr") for arm in panel["arms"]}) == 1:
+def arms(panels: Sequence[Panel]) -> list[Table]:
+    """A row for every arm: a table for each panel, or one for all where they are many. Columns that no arm has are left out."""
+    if len(panels) > MANY:
+        return [_arms(panels, "")]
+    return [_arms([panel], f"{panel['label']}. ") for panel in panels]
+
+
+def _arms(panels: Sequence[Panel], caption: str) -> Table:
+    every = [arm for panel in panels for arm in panel["arms"]]
+    shown = [metric for metric in COLUMNS if any(_worth(arm, metric) for arm in every)]
+    if all(len({arm["settings"].get("lr") for arm in panel["arms"]}) == 1 for panel in panels):
         shown = [metric for metric in shown if metric != "drift_at_target"]  # of interest where learning rates compete
-    header = ["", *(METRIC_NAMES[metric] for metric in shown), "runs"]
+    where = ("where",) if len(panels) > 1 else ()
     rows = [
-        [arm["label"], *(statistic(value(arm, metric), metric) for metric in shown), str(len(arm["runs"]))]
+        [*(panel["label"] for _ in where), arm["label"], *(statistic(value(arm, metric), metric) for metric in shown), str(len(arm["runs"]))]
+        for panel in panels
         for arm in panel["arms"]
-    ]
-    target = "" if panel["gain"] is None else f" Target: a gain of {panel['gain']:g}."
-    caption = f"{panel['label']}.{target} Gains are over the base's exact reward. Mean ± standard error; >: some runs never got there."
-    return Table(header, rows, caption)
+    ]  # fmt: skip
+    gains = sorted({panel["gain"] for panel in panels if panel["gain"] is not None})
+    target = f"Target: a gain of {', '.join(f'{gain:g}' for gain in gains)}. " if gains else ""
+    caption += f"{target}Gains are over the base's exact reward. Mean ± standard error; >: some runs never got there."
+    return Table(
+        (*where, "arm", *(METRIC_NAMES[metric] for metric in shown), "runs"), rows, caption, text_columns=1 + len(where)
+    )
 
 
 def _worth(arm: Arm, metric: str) -> bool:
@@ -111,19 +134,32 @@ def _worth(arm: Arm, metric: str) -> bool:
     return stat is not None and not (metric == "skipped_steps" and stat["mean"] == 0)
 
 
-def comparisons(panel: Panel) -> Table:
-    """Paired comparisons on equal bases and seeds."""
-    labels = {arm["name"]: arm["label"] for arm in panel["arms"]}
-    rows = []
-    for c in panel["comparisons"]:
-        sem = f" ± {number(c['sem'], c['metric'])}" if c["sem"] is not None else ""
-        rows.append(
-            [labels[c["arm"]], labels[c["against"]], METRIC_NAMES[c["metric"]], ratio(c), f"{number(c['difference'], c['metric'])}{sem}",
-             p_value(c), str(c["n"])]
-        )  # fmt: skip
-    header = ("arm", "against", "number", "ratio", "difference", "p (paired t)", "pairs")
+def comparisons(panels: Sequence[Panel]) -> list[Table]:
+    """Paired comparisons on equal bases and seeds; tables as in `arms`."""
+    panels = [panel for panel in panels if panel["comparisons"]]
+    if len(panels) > MANY:
+        return [_comparisons(panels, "")]
+    return [_comparisons([panel], f"{panel['label']}. ") for panel in panels]
+
+
+def _comparisons(panels: Sequence[Panel], caption: str) -> Table:
+    where, rows = ("where",) if len(panels) > 1 else (), []
+    for panel in panels:
+        labels = {arm["name"]: arm["label"] for arm in panel["arms"]}
+        for c in panel["comparisons"]:
+            sem = f" ± {number(c['sem'], c['metric'])}" if c["sem"] is not None else ""
+            difference = signed(c["difference"]) if c["metric"] in REWARDS else number(c["difference"], c["metric"])
+            row = [
+                labels[c["arm"]],
+                labels[c["against"]],
+                METRIC_NAMES[c["metric"]],
+                ratio(c),
+                difference + sem,
+                p_value(c),
+                str(c["n"]),
+            ]
+            rows.append([*(panel["label"] for _ in where), *row])
+    header = (*where, "arm", "against", "number", "ratio", "difference", "p (paired t)", "pairs")
     return Table(
-        header,
-        rows,
-        f"{panel['label']}. Pairs have equal base and seed; p is not corrected for the number of comparisons.",
+        header, rows, caption + "Pairs have equal base and seed; p is not corrected for the number of comparisons."
     )
