@@ -160,6 +160,5 @@ def _comparisons(panels: Sequence[Panel], caption: str) -> Table:
             ]
             rows.append([*(panel["label"] for _ in where), *row])
     header = (*where, "arm", "against", "number", "ratio", "difference", "p (paired t)", "pairs")
-    return Table(
-        header, rows, caption + "Pairs have equal base and seed; p is not corrected for the number of comparisons."
-    )
+    caption += "Pairs have equal base and seed; p is not corrected for the number of comparisons."
+    return Table(header, rows, caption)
