@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ from megatron_sr.rollout.manifest import TensorRecord
 from megatron_sr.rollout.packing import count_indistinct, values_only
 
 _MOST_THREADS = 8  # that read back: memory is saturated by then
+# A view that is read through the live operator runs its kernel, and vLLM's oneDNN operators all write to one scratch memory.
+_OPERATOR = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Held:
     def mismatched(self, views: Iterable[LiveView]) -> list[str]:
         """Names, sorted, of the tensors that a live view shows to be other than those given.
 
-        Views are read on all cores of this process: nothing decodes meanwhile.
+        Views are read on all cores of this process: nothing decodes meanwhile. Those read through an operator take turns.
         """
         threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, thread_name_prefix="read-back") as pool:
@@ -59,7 +63,9 @@ class Held:
     def _wrong(self, view: LiveView) -> list[str]:
         """The names of one view whose tensors are not those given."""
         wrong = []
-        for name, live in zip(view.names, view.read()):
+        with contextlib.nullcontext() if view.bits else _OPERATOR:
+            tensors = view.read()
+        for name, live in zip(view.names, tensors):
             record = self.records.get(name)
             if record is None:
                 same = False

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from megatron_sr.rollout import names, vllm_environment
 from megatron_sr.rollout.engine import SamplingConfig, check_seeds
+from megatron_sr.rollout.held import Held, LiveView
 from megatron_sr.rollout.packing import Permutation, count_indistinct, probe_linear, values_only
 from megatron_sr.rollout.vllm import VLLMEngine
 from megatron_sr.rollout.vllm_shards import check_divisible, local_part
@@ -199,3 +202,28 @@ def test_values_only_leaves_all_other_bits_alone():
     )
     assert values_only(tensor).view(torch.int16).tolist() == [0x3F80, 0, 0, 0, 0, 0, 0x80, -0x7F80, 0x7FC1]
     assert count_indistinct(tensor) == 4
+
+
+def test_c5_views_read_through_an_operator_take_turns():
+    """vLLM's oneDNN operators share scratch memory: two at a time give wrong values. Views of bits are read side by side."""
+    weights = {f"w{i}": torch.full((2, 2), float(i), dtype=torch.float16) for i in range(8)}
+    running, most, lock = {True: 0, False: 0}, {True: 0, False: 0}, threading.Lock()
+    together = threading.Barrier(2, timeout=10)
+
+    def read(name, bits):
+        with lock:
+            running[bits] += 1
+            most[bits] = max(most[bits], running[bits])
+        time.sleep(0.01)
+        if bits and len(os.sched_getaffinity(0)) > 1:
+            together.wait()
+        with lock:
+            running[bits] -= 1
+        return [weights[name]]
+
+    views = [LiveView((name,), i < 4, lambda n=name, b=i < 4: read(n, b)) for i, name in enumerate(weights)]
+    held = Held(values_only={name for view in views if not view.bits for name in view.names})
+    for name, tensor in weights.items():
+        held.note(name, tensor)
+    assert held.mismatched(views) == []
+    assert most[False] == 1
