@@ -77,7 +77,8 @@ def rewards(panel: Panel, name: str, explain: bool = False) -> Picture:
 def _bars(panel: Panel, name: str) -> Picture:
     metric = "auc" if panel["gain"] is None else "iterations_to_target"
     what = result_figures.METRIC_NAMES[metric]
-    arrow = " An arrow: a lower bound, as some runs never reached it." if metric == "iterations_to_target" else ""
+    bound = any(stat["censored"] for arm in panel["arms"] if metric != "auc" and (stat := value(arm, metric)))
+    arrow = " An arrow: a lower bound, as some runs never reached it." if bound else ""
     return Picture(
         name,
         partial(result_figures.scalars, panel, metric),

@@ -116,11 +116,11 @@ def _arms(panels: Sequence[Panel], caption: str) -> Table:
     if all(len({arm["settings"].get("lr") for arm in panel["arms"]}) == 1 for panel in panels):
         shown = [metric for metric in shown if metric != "drift_at_target"]  # of interest where learning rates compete
     where = ("where",) if len(panels) > 1 else ()
-    rows = [
-        [*(panel["label"] for _ in where), arm["label"], *(statistic(value(arm, metric), metric) for metric in shown), str(len(arm["runs"]))]
-        for panel in panels
-        for arm in panel["arms"]
-    ]  # fmt: skip
+    rows = []
+    for panel in panels:
+        for arm in panel["arms"]:
+            numbers = [statistic(value(arm, metric), metric) for metric in shown]
+            rows.append([*(panel["label"] for _ in where), arm["label"], *numbers, str(len(arm["runs"]))])
     gains = sorted({panel["gain"] for panel in panels if panel["gain"] is not None})
     target = f"Target: a gain of {', '.join(f'{gain:g}' for gain in gains)}. " if gains else ""
     caption += f"{target}Gains are over the base's exact reward. Mean ± standard error; >: some runs never got there."
