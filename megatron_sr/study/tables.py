@@ -147,18 +147,23 @@ def _comparisons(panels: Sequence[Panel], caption: str) -> Table:
     for panel in panels:
         labels = {arm["name"]: arm["label"] for arm in panel["arms"]}
         for c in panel["comparisons"]:
-            sem = f" ± {number(c['sem'], c['metric'])}" if c["sem"] is not None else ""
-            difference = signed(c["difference"]) if c["metric"] in REWARDS else number(c["difference"], c["metric"])
-            row = [
+            names = [
+                *(panel["label"] for _ in where),
                 labels[c["arm"]],
                 labels[c["against"]],
                 METRIC_NAMES[c["metric"]],
-                ratio(c),
-                difference + sem,
-                p_value(c),
-                str(c["n"]),
             ]
-            rows.append([*(panel["label"] for _ in where), *row])
+            rows.append([*names, ratio(c), _difference(c), p_value(c), str(c["n"])])
     header = (*where, "arm", "against", "number", "ratio", "difference", "p (paired t)", "pairs")
     caption += "Pairs have equal base and seed; p is not corrected for the number of comparisons."
-    return Table(header, rows, caption)
+    return Table(header, rows, caption, text_columns=3 + len(where))
+
+
+def _difference(c: Comparison) -> str:
+    rewards = c["metric"] in REWARDS
+    text = signed(c["difference"]) if rewards else number(c["difference"], c["metric"])
+    if c["sem"] is None:
+        return text
+    return (
+        f"{text} ± {c['sem']:.1e}" if rewards and 0 < c["sem"] < 5e-5 else f"{text} ± {number(c['sem'], c['metric'])}"
+    )
