@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +10,6 @@ import torch
 from megatron_sr.rollout.digest import tensor_digest
 from megatron_sr.rollout.manifest import TensorRecord
 from megatron_sr.rollout.packing import count_indistinct, values_only
-
-_MOST_THREADS = 8  # that read back: memory is saturated by then
-# A view that is read through the live operator runs its kernel, and vLLM's oneDNN operators all write to one scratch memory.
-_OPERATOR = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,28 +43,19 @@ class Held:
             self.indistinct += count
 
     def mismatched(self, views: Iterable[LiveView]) -> list[str]:
-        """Names, sorted, of the tensors that a live view shows to be other than those given.
-
-        Views are read on all cores of this process: nothing decodes meanwhile. Those read through an operator take turns.
-        """
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads, thread_name_prefix="read-back") as pool:
-            return sorted(set().union(*pool.map(self._wrong, views)))
-
-    @torch.no_grad()  # each thread has its own mode
-    def _wrong(self, view: LiveView) -> list[str]:
-        """The names of one view whose tensors are not those given."""
-        wrong = []
-        with contextlib.nullcontext() if view.bits else _OPERATOR:
-            tensors = view.read()
-        for name, live in zip(view.names, tensors):
-            record = self.records.get(name)
-            if record is None:
-                same = False
-            elif view.bits:
-                same = TensorRecord.of(live) == record
-            else:
-                same = tuple(live.shape) == record.shape and tensor_digest(values_only(live)) == self.values.get(name)
-            if not same:
-                wrong.append(name)
-        return wrong
+        """Names, sorted, of the tensors that a live view shows to be other than those given."""
+        wrong = set()
+        for view in views:
+            for name, live in zip(view.names, view.read()):
+                record = self.records.get(name)
+                if record is None:
+                    same = False
+                elif view.bits:
+                    same = TensorRecord.of(live) == record
+                else:
+                    same = tuple(live.shape) == record.shape and tensor_digest(values_only(live)) == self.values.get(
+                        name
+                    )
+                if not same:
+                    wrong.add(name)
+        return sorted(wrong)
