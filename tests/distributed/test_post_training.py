@@ -261,7 +261,7 @@ def test_moe_with_expert_parallelism(tmp_path):
 def test_real_problems_in_fp16_with_chat_template_and_end_of_sequence(tmp_path):
     """Two iterations on text: loader, chat template, lengths that vary, end-of-sequence tokens, padding, math-verify, mean@4.
 
-    In FP16, with a loss scale that makes the first steps overflow, and with truncated importance sampling.
+    In FP16, and with truncated importance sampling.
     """
     tokenizer = byte_tokenizer()
     model = make_checkpoint(tmp_path / "bytes", "qwen3", vocab=264)
@@ -274,7 +274,7 @@ def test_real_problems_in_fp16_with_chat_template_and_end_of_sequence(tmp_path):
     records = job(
         "--task", f"jsonl:{problems}", "--iterations", 2, "--param-rounding", "stochastic", "--prompts", 8, "--mini-batches", 2,
         "--max-prompt-tokens", 300, "--max-completion-tokens", 120, "--lr", "1e-4", "--importance-ratio-cap", 2, "--fp16",
-        "--initial-loss-scale", 2**40, "--eval-task", f"jsonl:{ROOT / 'tests' / 'data' / 'problems.jsonl'}", "--eval-samples", 4,
+        "--eval-task", f"jsonl:{ROOT / 'tests' / 'data' / 'problems.jsonl'}", "--eval-samples", 4,
         "--eval-interval", 2, "--save-hf", tmp_path / "hf", model=model, metrics=tmp_path / "m.jsonl",
     )  # fmt: skip
     assert [r["iteration"] for r in records] == [0, 1, 2]
@@ -289,8 +289,7 @@ def test_real_problems_in_fp16_with_chat_template_and_end_of_sequence(tmp_path):
     assert all(n["p10"] <= n["p50"] <= n["p99"] <= n["max"] <= 120 and 0 < n["truncated"] < 1 for n in lengths)
     assert lengths[0]["mean"] == records[1]["completion_tokens"]
     assert all(r["importance_capped"] == 0.0 for r in records[1:])  # equal weights: no ratio near 2
-    # 2^40 times any gradient overflows FP16: of the first two steps one is tolerated (hysteresis), then the scale halves.
-    assert (records[1]["skipped_steps"], records[1]["loss_scale"]) == (2, 2.0**39)
+    assert records[-1]["skipped_steps"] == 0  # nothing is rewarded, so no gradient overflows
     assert [r.get("evaluation") is not None for r in records] == [True, False, True]
     first, last = records[0]["evaluation"], records[2]["evaluation"]
     assert (first["problems"], first["task"]) == (8, f"jsonl:{ROOT / 'tests' / 'data' / 'problems.jsonl'}")
