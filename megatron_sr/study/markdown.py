@@ -10,7 +10,9 @@ from megatron_sr.study.report import Report, Section, Table
 
 def to_markdown(report: Report, notice: str, pictures: Collection[str] = (), folder: str = "images") -> str:
     """The report's text and tables; of its pictures those in `pictures`, as `folder`/NAME.png. `notice`: a line below the title."""
-    lines = [f"# {report.title}", notice, report.subtitle, f"**{report.failure or report.success}**"]
+    lines = [f"# {report.title}", notice, report.subtitle]
+    if report.failure or report.success:
+        lines.append(f"**{report.failure or report.success}**")
     if report.keys:
         lines.append("\n".join(f"- **{number}** {meaning}" for number, meaning in report.keys))
     for section in report.sections:

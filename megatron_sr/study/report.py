@@ -58,12 +58,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """failure: why the run failed, or None; success: what is said then; keys: (number, what it is) worth a first look."""
+    """failure: why the run failed, or None; success: what is said then, or None if nothing was judged; keys: (number, what it is) worth a first look."""
 
     title: str
     subtitle: str
     failure: str | None
-    success: str
+    success: str | None
     sections: Sequence[Section]
     keys: Sequence[tuple[str, str]] = ()
     footer: Sequence[str] = field(default_factory=tuple)

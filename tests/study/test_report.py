@@ -88,6 +88,14 @@ def test_what_was_not_run_is_named_and_not_judged():
     assert (drift.here, drift.verdict, drift.meaning) == ("not run", "not run", "")
 
 
+def test_a_run_without_a_headline_claims_none(tmp_path):
+    report = build(results_of.whole(), {})
+    assert (report.failure, report.success, report.keys) == (None, None, [])
+    assert 'class="verdict' not in write_report(tmp_path, report).read_text()
+    failed = {**results_of.whole(convergence=results_of.convergence()), "failure": "convergence: too slow"}
+    assert build(failed, {}).failure == "The headline failed. convergence: too slow."
+
+
 def test_verdicts_follow_the_numbers():
     def verdicts(**slopes):
         found = claims.claims(results_of.whole(convergence=results_of.convergence(**slopes)))
