@@ -4,7 +4,7 @@ d     = log p - log p_old, kept within +-20                            so that e
 ratio = exp(d)                                                         per token
 J     = min(ratio A, clip(ratio, 1 - low, 1 + high) A)                 PPO (Schulman et al. 2017, eq. 7); high > low is "clip
                                                                        higher" (DAPO, Yu et al. 2025, eq. 10)
-J     = max(J, dual A)                       where A < 0               dual clip (Ye et al. 2020, eq. 5): bounds a huge ratio
+J     = max(J, dual A)                       where A < 0               dual clip (Ye et al. 2020, arXiv 1912.09729): bounds a huge ratio
 J     = w J                                                            w: truncated importance weights, if wanted
 loss  = - sum(J over response tokens) / token budget                   Dr. GRPO (Liu et al. 2025, sec. 3.2): a constant, so that
                                                                        long answers are not favoured
