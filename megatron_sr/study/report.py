@@ -58,7 +58,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """failure: why the run failed, or None; success: what is said then, or None if nothing was judged; keys: (number, what it is) worth a first look."""
+    """failure: why the run failed, or None; success: what is said then, or None if nothing was judged; keys: (number, what it is)
+    worth a first look.
+    """
 
     title: str
     subtitle: str
