@@ -229,7 +229,7 @@ def _rollout_only(results: Results) -> Claim:
         good,
         f"it ends below rounding both, p < {SIGNIFICANT}",
         "The trainer's forward pass must use the rounded weights too.",
-        "At this size it makes no difference that these runs can show whether the trainer's forward pass uses the rounded weights too.",
+        "Whether the trainer's forward pass must use the rounded weights too shows here, if at all, only at very low precision.",
     )
 
 

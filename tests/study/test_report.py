@@ -159,7 +159,7 @@ def test_the_document_is_what_the_committed_results_say():
 
 
 def test_check_fails_when_document_and_results_differ(tmp_path, capsys):
-    made = committed()
+    made = results_of.whole(convergence=results_of.convergence())
     results.save(made, tmp_path / "reproduction.json")
     text = write_reproduction.document(tmp_path)
     (tmp_path / "reproduction.md").write_text(text)
