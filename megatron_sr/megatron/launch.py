@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import runpy
 import socket
 import sys
@@ -39,9 +40,28 @@ def run_script(script: str | Path, argv: list[str]) -> None:
 def default_to_one_rank() -> None:
     """Say what torchrun would say, if no launcher (torchrun, Slurm, MPI scripts) has said anything."""
     if os.environ.keys().isdisjoint(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
+
+
+def _free_port() -> int:
+    """A port that nobody listens on, below those that Linux gives to outgoing connections.
+
+    The store binds it seconds later, when all is imported: one that the kernel hands out might be handed to somebody else until then.
+    """
+    try:
+        outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        outgoing = 32768
+    below = range(10_000, outgoing)
+    for port in (*random.SystemRandom().sample(below, min(64, len(below))), 0):  # 0: whatever the kernel has
+        try:
+            with socket.create_server(("127.0.0.1", port)) as server:
+                return server.getsockname()[1]
+        except OSError:
+            continue
+    raise OSError("no free port on 127.0.0.1; set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE")
 
 
 def _leave_process_groups() -> None:

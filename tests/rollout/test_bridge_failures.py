@@ -41,8 +41,20 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def shm_before():
-    return set(os.listdir("/dev/shm"))
+def mapped():
+    """Names of the shared memory that the engine and the trainer had mapped during updates: in /dev/shm, and without a name."""
+    return {"/dev/shm/": set(), "/memfd:": set()}
+
+
+def recording(items, mapped, *processes):
+    """The same items; in between, what these processes have mapped is noted."""
+    for item in items:
+        yield item
+        for process in processes:
+            with open(f"/proc/{process}/maps") as file:
+                paths = [line.split(maxsplit=5)[5].strip() for line in file if line.count(" ") > 5 and "/" in line]
+            for place, names in mapped.items():
+                names |= {path.removeprefix(place) for path in paths if path.startswith(place)}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +64,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def child(shm_before, checkpoint):
+def child(mapped, checkpoint):
     os.environ.update(
         RANK="3", WORLD_SIZE="4", MASTER_ADDR="nowhere.invalid", MASTER_PORT="1"
     )  # must not reach the child
@@ -90,13 +102,14 @@ class Weights:
 
 
 @pytest.fixture
-def engine(child, checkpoint):
+def engine(child, checkpoint, mapped):
     """The child, serving a good version above all before."""
     weights = Weights(checkpoint[1])
     if child.health().state != SERVING:
         child.restart()
     version = child.weights_version() + 1
-    assert child.update_weights(weights(version).items(), version).good
+    items = recording(weights(version).items(), mapped, child.pid, os.getpid())
+    assert child.update_weights(items, version).good
     return child, weights, version
 
 
@@ -348,10 +361,11 @@ def test_point_2_an_engine_that_cannot_start_says_why(tmp_path):
         SubprocessEngine(tmp_path, max_model_len=32)
 
 
-def test_point_6_nothing_is_left_in_dev_shm(child, shm_before):
-    """After all of the above, with the engine killed and restarted on the way."""
+def test_point_6_nothing_is_left_in_dev_shm(child, mapped):
+    """After all of the above, with the engine killed and restarted on the way. Other tests' shared memory may be there."""
     child.shutdown()
-    assert set(os.listdir("/dev/shm")) <= shm_before
+    assert mapped["/memfd:"], "the updates were not seen"
+    assert not mapped["/dev/shm/"].intersection(os.listdir("/dev/shm"))
     assert child.health().state == DEAD
 
 

@@ -425,7 +425,6 @@ def test_point_6_only_our_own_buffers_are_opened(tmp_path):
 
 def test_point_6_shared_memory_is_gone_with_its_processes_also_after_sigkill():
     """A process fills buffers and is killed: no file appears anywhere, and its memory cannot be opened any more."""
-    before = set(os.listdir("/dev/shm"))
     code = (
         "import torch, time\n"
         "from megatron_sr.rollout.shared_memory import share\n"
@@ -436,7 +435,10 @@ def test_point_6_shared_memory_is_gone_with_its_processes_also_after_sigkill():
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     path = process.stdout.readline().strip()
     SharedBuffer.open(path, 4 << 20).close()
-    assert set(os.listdir("/dev/shm")) <= before, "something appeared in /dev/shm"
+    with open(f"/proc/{process.pid}/maps") as file:
+        mapped = file.read()
+    assert "/memfd:" in mapped
+    assert "/dev/shm/" not in mapped, "shared memory with a name in a file system"
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
