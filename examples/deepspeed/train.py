@@ -27,9 +27,9 @@ from rich.progress import Progress
 
 import megatron_sr.deepspeed.plugin  # noqa: F401  makes DeepSpeed read "param_rounding"
 from megatron_sr.rl.tasks import AdditionTask, Example, iteration_generator
-from megatron_sr.study.figures import COLOURS
 
 HERE = Path(__file__).parent
+COLOURS = {"nearest": "#c44e52", "stochastic": "#2a78b5"}
 IGNORED = -100  # label of tokens that Transformers leaves out of the loss
 
 
