@@ -10,7 +10,7 @@ from megatron_sr.study.results import SERIES, Arm, Comparison, Run, Statistic, S
 from megatron_sr.study.summary import iterations_to_target
 
 METRICS = ("iterations_to_target", "final_reward", "auc", "drift_at_target", "main_params_reward", "skipped_steps")
-DIGITS = 7
+DIGITS = 6
 
 
 def mean_and_sem(values: Sequence[float]) -> tuple[float, float | None]:
