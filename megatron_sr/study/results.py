@@ -201,9 +201,7 @@ def save(results: Results, path: Path) -> None:
     check(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    text = json.dumps(
-        _short(results), indent=0, separators=(",", ":"), allow_nan=False
-    )  # a full study stays below 1 MB
+    text = json.dumps(results, indent=0, separators=(",", ":"), allow_nan=False)  # a full study is about 1 MB
     text = _LIST_OF_SCALARS.sub(lambda match: "[" + "".join(match[1].split()) + "]", text)
     partial.write_text(text + "\n", encoding="utf-8")
     os.replace(partial, path)
