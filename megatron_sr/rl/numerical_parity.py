@@ -54,11 +54,12 @@ def check(args) -> None:
 def prepare() -> None:
     """Before process groups and the engine: deterministic algorithms, the environment that they need on CUDA, no AMX on CPU."""
     torch.use_deterministic_algorithms(True)
-    # vLLM chooses its CPU attention by this function. The kernel for AMX rounds the attention probabilities to BF16, which nothing in
-    # the trainer does; the other one computes in FP32.
-    torch.cpu._is_amx_tile_supported = lambda: False
     if torch.cuda.is_available():
         os.environ.update(_CUDA_ENVIRONMENT)
+    else:
+        # vLLM chooses its CPU attention by this function. The kernel for AMX rounds the attention probabilities to BF16, which nothing
+        # in the trainer does; the other one computes in FP32.
+        torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def install(policy) -> str:

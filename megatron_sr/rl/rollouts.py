@@ -100,7 +100,7 @@ def share_rewards(task, examples: list[Example], completions: list[list[list[int
     for share in shares:
         if isinstance(share, Exception):
             raise share
-    return [shares[i % len(shares)][i // len(shares)] for i in range(len(examples))]
+    return _in_order(shares, len(examples))
 
 
 def sum_counts(counts: dict[str, int]) -> dict[str, int]:
@@ -118,10 +118,14 @@ def gather(batch: Batch, groups: list[list[Completion]], pad_id: int, multiple: 
 
 def gather_groups(groups: list, count: int) -> list:
     """What the ranks have for their shares (`share_of`) of `count` prompts, in the prompts' order; collective over all ranks."""
-    world = dist.get_world_size()
-    shares: list = [None] * world
+    shares: list = [None] * dist.get_world_size()
     dist.all_gather_object(shares, groups)
-    return [shares[i % world][i // world] for i in range(count)]
+    return _in_order(shares, count)
+
+
+def _in_order(shares: list[list], count: int) -> list:
+    """The inverse of `share_of`: what all ranks have, in the prompts' order."""
+    return [shares[i % len(shares)][i // len(shares)] for i in range(count)]
 
 
 def staleness(rollouts: Rollouts, version: int, limit: int) -> dict[str, int]:

@@ -65,7 +65,12 @@ class _Rewound:
 
 
 def rewind_cpu_generators(runner) -> None:
-    """Give the generators of a CPU model runner's requests back the state they had before a token that is thrown away (fault 3)."""
+    """Give the generators of a CPU model runner's requests back the state they had before a token that is thrown away (fault 3).
+
+    Does nothing on other devices.
+    """
+    if runner.device.type != "cpu":
+        return
     original = runner.sample_tokens
 
     @wraps(original)
@@ -76,8 +81,6 @@ def rewind_cpu_generators(runner) -> None:
         )  # the sampler holds this same dictionary, and draws from the generators themselves
         thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
         stand_ins = {i: _Rewound(generators[i]) for i in thrown_away if i in generators}
-        if not any(generators[i].device.type == "cpu" for i in stand_ins):
-            return original(*arguments, **keywords)
         batch.generators = {**generators, **stand_ins}
         try:
             return original(*arguments, **keywords)
@@ -88,8 +91,10 @@ def rewind_cpu_generators(runner) -> None:
 
 
 def request_amx() -> None:
-    """Ask Linux for the right to use AMX tiles, for all threads of this process (fault 4). Does nothing where there is no AMX."""
-    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+    """Ask Linux for the right to use AMX tiles, for all threads of this process (fault 4). Only where vLLM computes on a CPU with AMX."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         raise RuntimeError(
             "this processor has AMX, but Linux does not let this process use it, so that vLLM's attention would end it with SIGILL; "
             "use Linux 5.16 or newer, and under gVisor, seccomp or the like allow arch_prctl(ARCH_REQ_XCOMP_PERM)"

@@ -73,7 +73,6 @@ STYLE = {
     "svg.hashsalt": "megatron-sr",  # equal pictures, equal bytes
 }
 
-ARM_COLOURS = {"nearest": RED[0], "stochastic": BLUE[0], "fp16": AMBER[0], "fp32": INK[0]}
 OTHERS = (GREEN[0], PURPLE[0], PINK[0], TEAL[0], AMBER[0], MUTED[0])
 
 

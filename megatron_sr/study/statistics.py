@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from megatron_sr.study.results import SERIES, Arm, Comparison, Run, Statistic, Summary
 from megatron_sr.study.summary import iterations_to_target
 
-METRICS = ("iterations_to_target", "final_reward", "auc", "drift_at_target", "main_params_reward", "skipped_steps")
 DIGITS = 6
 
 

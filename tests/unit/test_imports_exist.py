@@ -17,16 +17,22 @@ def names_of(module):
         file = folder / "__init__.py"
     assert file.exists(), f"there is no module {module}"
     found = {child.stem for child in folder.glob("*.py")} | {child.name for child in folder.glob("*/")}
-    for node in ast.walk(ast.parse(file.read_text())):
+    tree = ast.parse(file.read_text())
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)  # names that __init__.py loads when they are asked for
+        else:
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    if file.name == "__init__.py":  # names that are loaded when they are asked for
+        found |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return found
+
+
+def test_a_missing_name_is_noticed():
+    assert "COLOURS" not in names_of("megatron_sr.study.figures")
+    assert {"MODES", "main"} <= names_of("megatron_sr.study.demo")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
